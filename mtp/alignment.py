@@ -1,0 +1,170 @@
+"""Rows, cells, labels, masks and windows: the only index arithmetic of the project.
+
+The convention, with worked examples, is in ALIGNMENT.md beside this file. In short, for tokens
+``x_0..x_{n-1}`` cell (t, i) is module i's work at row t: it reads ``h^{i-1}_t`` and ``x_{t+i}``
+and predicts ``x_{t+i+1}``. Module indices count from 1; ``index`` is keyword-only and required.
+
+Shapes: B sequences of a batch, n tokens, R rows of a pass, S slots of a cell table.
+"""
+
+import torch
+from torch import Tensor
+
+PADDING = -1  # document id of rows that belong to no document
+
+
+# ---------------------------------------------------------------- training: whole sequences
+def cell_tokens(tokens: Tensor, *, index: int) -> Tensor:
+    """Returns the token each cell of module ``index`` reads, ``x_{t+i}``: [B, n] -> [B, n-i]."""
+    return tokens[:, index:]
+
+
+def module_rows(per_row: Tensor, tokens: Tensor, *, index: int) -> Tensor:
+    """Cuts a per-row tensor [B, >= n-i, ...] to the rows 0..n-1-i that module ``index`` runs."""
+    return per_row[:, : tokens.shape[1] - index]
+
+
+def supervised_cells(loss_mask: Tensor, documents: Tensor, *, index: int) -> Tensor:
+    """Returns which cells of module ``index`` have a label: bool [B, max(n-1-i, 0)], rows 0..n-2-i.
+
+    Args:
+        loss_mask: bool [B, n], true where the *token* is one to learn (assistant, not padding).
+        documents: int [B, n], the document of each row, ascending, ``PADDING`` for none.
+    """
+    label = index + 1
+    rows = max(loss_mask.shape[1] - label, 0)
+    same_document = documents[:, :rows] == documents[:, label:]
+    return loss_mask[:, label:] & same_document & (documents[:, :rows] != PADDING)
+
+
+def hard_labels(tokens: Tensor, *, index: int) -> Tensor:
+    """Returns ``x_{t+i+1}``, the token cell (t, i) predicts: [B, n] -> [B, n-1-i]."""
+    return tokens[:, index + 1 :]
+
+
+def label_rows(cells: Tensor, *, index: int) -> Tensor:
+    """Maps rows t of cells of module ``index`` to the target row t+i whose distribution is the soft label."""
+    return cells + index
+
+
+def positions_in_documents(documents: Tensor) -> Tensor:
+    """Returns each row's place inside its own document: int [B, n], 0 at every document's start."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    first = torch.where(starts, index, 0).cummax(dim=1).values
+    return index - first
+
+
+def visible_in_documents(documents: Tensor, window: int | None) -> Tensor:
+    """Returns bool [B, 1, n, n]: row t sees row s iff same document, s <= t and inside the window."""
+    index = torch.arange(documents.shape[1], device=documents.device)
+    visible = _causal(index[:, None], index[None, :], window)
+    same = documents[:, :, None] == documents[:, None, :]
+    return (visible & same)[:, None]
+
+
+# ---------------------------------------------------------------- decoding: cells by row
+def visible_slots(rows: Tensor, slots: int, window: int | None) -> Tensor:
+    """Returns bool [B, 1, R, S]: the query of row t sees slot s iff s <= t and inside the window."""
+    index = torch.arange(slots, device=rows.device)
+    return _causal(rows[:, None, :, None], index, window)
+
+
+def _causal(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    visible = key <= query
+    return visible if window is None else visible & (key > query - window)
+
+
+def rope_positions(rows: Tensor, positions: str, *, index: int) -> Tensor:
+    """Returns the RoPE position of cells at ``rows``: the row, or the row of the token they read."""
+    return rows + index if positions == "token" else rows
+
+
+def token_rows(rows: Tensor, *, index: int) -> Tensor:
+    """Returns where in the token table cell (t, i) reads: t + i."""
+    return rows + index
+
+
+def verify_rows(last_row: Tensor, num_drafts: int) -> Tensor:
+    """Returns the rows P+1..P+1+d that the target runs to verify d drafts: [B] -> [B, d+1]."""
+    return last_row[:, None] + 1 + torch.arange(num_drafts + 1, device=last_row.device)
+
+
+def redo_start(old_last_row: Tensor, accepted: Tensor, num_modules: int) -> Tensor:
+    """Returns the first row to (re)compute after a round: [B].
+
+    The new rows begin at P_old+1. Before them, module i has i-1 provisional rows; those whose
+    drafts were accepted are exact already, so ``max(k-1-A, 0)`` rows are wrong.
+    """
+    provisional = (num_modules - 1 - accepted).clamp(min=0)
+    return (old_last_row + 1 - provisional).clamp(min=0)
+
+
+def window_rows(start: Tensor, last_row: Tensor) -> Tensor:
+    """Returns the rows of one pass, [B, R], each sequence's ``start..last_row``.
+
+    Shorter windows are filled at the front by repeating their first row: computing a cell twice
+    writes the same values twice, so no padding slot and no mask are needed.
+    """
+    length = int((last_row - start).max()) + 1
+    rows = last_row[:, None] + torch.arange(1 - length, 1, device=last_row.device)
+    return torch.maximum(rows, start[:, None])
+
+
+def drafting_start(last_row: Tensor, num_modules: int) -> Tensor:
+    """Returns the first row of the pass that drafts right after a prefill: the last k rows, [B].
+
+    Prefill runs every row with the prompt's tokens; only these rows read beyond them.
+    """
+    return (last_row + 1 - num_modules).clamp(min=0)
+
+
+def exact_rows(last_token: int, *, index: int) -> int:
+    """Returns how many rows of module ``index`` are exact, t + i <= L: rows 0..L-i."""
+    return max(last_token - index + 1, 0)
+
+
+def last_row_with_hidden(last_token: Tensor) -> Tensor:
+    """Returns P = L - 1, the last row whose target hidden state is known."""
+    return last_token - 1
+
+
+def draft_limit(remaining: int, num_drafts: int) -> int:
+    """Returns how many drafts are worth verifying: each round also emits one token of the target."""
+    return max(min(num_drafts, remaining - 1), 0)
+
+
+def matches_with_text(drafts: Tensor, tokens: Tensor) -> list[int]:
+    """Returns per row t how many of the drafts made there equal the text in a row.
+
+    Args:
+        drafts: int [n, k], ``drafts[t, i-1]`` predicts ``x_{t+i+1}``.
+        tokens: int [n].
+    """
+    num_rows, num_drafts = drafts.shape
+    right = torch.zeros_like(drafts, dtype=torch.bool)
+    for index in range(1, num_drafts + 1):
+        labels = hard_labels(tokens[None], index=index)[0]
+        right[: len(labels), index - 1] = drafts[: len(labels), index - 1] == labels
+    return right.long().cumprod(dim=1).sum(dim=1).tolist()
+
+
+def walk_rounds(
+    leading_matches: list[int], prompt_length: int, length: int, num_drafts: int
+) -> list[tuple[int, int]]:
+    """Walks a text as decoding would and returns ``(accepted, proposed)`` drafts of every round.
+
+    Args:
+        leading_matches: per row t, how many drafts made at t equal the text in a row, 0..k.
+        prompt_length: tokens of the prompt; the first answer token is the prefill's own.
+        length: tokens of the whole text.
+        num_drafts: drafts of a round.
+    """
+    rounds, last_token = [], prompt_length
+    while last_token < length - 1:
+        proposed = draft_limit(length - 1 - last_token, num_drafts)
+        accepted = min(proposed, leading_matches[last_token - 1])
+        rounds.append((accepted, proposed))
+        last_token += accepted + 1
+    return rounds

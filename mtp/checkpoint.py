@@ -1,0 +1,143 @@
+"""Modules on disk: safetensors + contract + provenance, written at once or not at all, read strictly.
+
+A checkpoint folder holds ``modules.safetensors``, ``contract.json`` and ``provenance.json``
+(target name, fingerprint, shape; versions; steps). It never holds weights of the target.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor
+
+from mtp.contract import Contract, read_json_object
+from mtp.errors import UserError
+from mtp.modules import MTPStack
+from mtp.target import Target
+
+WEIGHTS, CONTRACT, PROVENANCE = "modules.safetensors", "contract.json", "provenance.json"
+FINGERPRINT_NOISE = 0.02  # relative: more than any rounding of a dtype, far less than another model
+
+
+def target_provenance(target: Target) -> dict[str, Any]:
+    """Returns what identifies a target: name, architecture, shape, a sample of its weights."""
+    return {
+        "name": target.name,
+        "architecture": type(target.model).__name__,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_layers": len(target.layer_types),
+        "fingerprint": target.fingerprint(),
+    }
+
+
+def save_checkpoint(
+    folder: Path, contract: Contract, weights: dict[str, Tensor], target: Target, training: dict[str, Any]
+) -> None:
+    """Writes a complete checkpoint folder; a crash or a full disk leaves no half of one under its name.
+
+    Args:
+        weights: the stack's state dict, full shapes.
+        training: provenance of the run (steps, tokens, data, config), JSON values.
+
+    Raises:
+        UserError: a tensor is empty (an uncollected ZeRO-3 partition), or the disk refused.
+    """
+    if empty := [name for name, tensor in weights.items() if tensor.numel() == 0]:
+        raise UserError(f"{folder}: tensor {empty[0]!r} is empty, the partitions were not collected; nothing written")
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        safetensors.torch.save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        contract.save(partial / CONTRACT)
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        provenance = {"target": target_provenance(target), "versions": versions, "training": training}
+        (partial / PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n", encoding="utf-8")
+        sync_files(partial)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(partial, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{folder}: checkpoint could not be written ({error}); earlier checkpoints are intact") from error
+
+
+def sync_files(folder: Path) -> None:
+    """Flushes every file below a folder to disk, so that a rename after it is a commit."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def read_provenance(folder: Path) -> dict[str, Any]:
+    """Returns the provenance of a checkpoint; raises :class:`UserError` if there is none."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such checkpoint folder")
+    return read_json_object(folder / PROVENANCE)
+
+
+def load_checkpoint(folder: Path, target: Target) -> MTPStack:
+    """Returns the modules of a checkpoint on their target, ready to decode (frozen, in the target's dtype).
+
+    Raises:
+        UserError: made for another target, or a tensor is missing, extra or misshapen (named).
+    """
+    provenance = read_provenance(folder)
+    check_target(folder, provenance, target)
+    stack = MTPStack(Contract.load(folder / CONTRACT), target)
+    load_weights(folder, stack)
+    return stack.eval().requires_grad_(False)
+
+
+def check_target(folder: Path, provenance: dict[str, Any], target: Target) -> None:
+    """Raises :class:`UserError` unless the checkpoint's modules were trained on this target."""
+    made_for, given = provenance.get("target"), target_provenance(target)
+    if not isinstance(made_for, dict) or made_for.keys() != given.keys():
+        raise UserError(f"{folder / PROVENANCE}: field 'target' is missing or incomplete")
+    for field in ("architecture", "hidden_size", "vocab_size", "num_layers"):
+        if made_for[field] != given[field]:
+            raise UserError(
+                f"{folder}: made for target {made_for['name']!r} with {field} {made_for[field]}, but target "
+                f"{target.name!r} has {given[field]}; give the target it was trained on"
+            )
+    ours, theirs = torch.tensor(given["fingerprint"]), torch.tensor(made_for["fingerprint"])
+    if ours.shape != theirs.shape or (ours - theirs).abs().max() > FINGERPRINT_NOISE * theirs.abs().max():
+        raise UserError(
+            f"{folder}: made for target {made_for['name']!r}; target {target.name!r} has the same shape but other "
+            "weights; give the target it was trained on"
+        )
+
+
+def load_weights(folder: Path, stack: MTPStack) -> None:
+    """Copies the checkpoint's tensors into the stack, strict both ways.
+
+    Raises:
+        UserError: the file is broken, or a tensor is missing, extra or misshapen (named).
+    """
+    path = folder / WEIGHTS
+    try:
+        weights = safetensors.torch.load_file(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; the checkpoint is incomplete") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: broken file ({error})") from None
+    expected = stack.state_dict()
+    if missing := sorted(expected.keys() - weights.keys()):
+        raise UserError(f"{path}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
+    if extra := sorted(weights.keys() - expected.keys()):
+        raise UserError(f"{path}: tensor {extra[0]!r} is not part of these modules ({len(extra)} in all)")
+    for name, tensor in expected.items():
+        if weights[name].shape != tensor.shape:
+            raise UserError(
+                f"{path}: tensor {name!r} has shape {list(weights[name].shape)}, expected {list(tensor.shape)}"
+            )
+    stack.load_state_dict(weights)

@@ -1,0 +1,285 @@
+"""The frozen target: a Hugging Face causal LM seen through the four things that modules need.
+
+Hidden states at the contract's point, the embedding (with its scale), the head (with its
+soft-cap), and the decoder layer class. Nothing here asks for a model's name: what differs
+between families is read from the config and then *proved* on a short probe when the target is
+loaded, so an architecture that does not fit is refused instead of decoded wrongly.
+
+Shapes: B sequences, R rows, H hidden size, V vocabulary.
+"""
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from mtp import alignment
+from mtp.cache import Cells, CellTable, Context, Packed
+from mtp.errors import UserError
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError)
+
+
+class TargetOutput(NamedTuple):
+    """``hidden`` [B, R, H] at the contract's point, ``final`` [B, R, H] after the final norm (the head's input)."""
+
+    hidden: Tensor
+    final: Tensor
+
+
+@dataclass(frozen=True)
+class Head:
+    """The target's head, whole or cut to a draft vocabulary: [..., H] -> logits [..., V]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+    token_ids: Tensor | None = None
+
+    def __call__(self, final: Tensor) -> Tensor:
+        """Returns the logits of the target's own forward for the kept tokens, in the weights' dtype."""
+        logits = nn.functional.linear(final.to(self.weight.dtype), self.weight, self.bias) * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def restricted(self, token_ids: tuple[int, ...] | None) -> "Head":
+        """Returns the head of a draft vocabulary (None: the whole one).
+
+        Raises:
+            UserError: an id lies outside the vocabulary.
+        """
+        if token_ids is None:
+            return self
+        if token_ids[-1] >= self.weight.shape[0]:
+            raise UserError(f"draft_vocab: token id {token_ids[-1]} is outside the target's {self.weight.shape[0]} tokens")
+        kept = torch.tensor(token_ids, device=self.weight.device)
+        bias = None if self.bias is None else self.bias[kept]
+        return Head(self.weight[kept], bias, self.scale, self.softcap, kept)
+
+    def tokens(self, choice: Tensor) -> Tensor:
+        """Maps indices into these logits to token ids."""
+        return choice if self.token_ids is None else self.token_ids[choice]
+
+
+class Target:
+    """A frozen causal LM. Not an ``nn.Module``, so no optimizer, engine or state dict can reach its weights."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        """Wraps a loaded transformers model and proves on a probe that the adapter equals it.
+
+        Raises:
+            UserError: the architecture is not supported; the message says why.
+        """
+        self.name = name
+        self.model: Any = model.eval().requires_grad_(False)
+        self.config = self.model.config.get_text_config()
+        refuse_recurrent(self.config, type(model), name)
+        self.decoder = self.model.get_decoder()
+        for attribute in ("layers", "norm", "rotary_emb"):
+            if getattr(self.decoder, attribute, None) is None:
+                raise UserError(
+                    f"target {name!r}: {type(self.decoder).__name__} has no {attribute!r}; the toolkit needs a "
+                    "decoder of rotary-position layers with a final norm (Llama, Qwen, Mistral, Gemma, ...)"
+                )
+        self.layer_types, kwargs = get_layer_types_and_kwargs(self.config)
+        self.windows = {kind: kw.get("sliding_window") for kind, kw in zip(self.layer_types, kwargs, strict=True)}
+        self._rope_by_layer_type = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
+        self._embedding = self.model.get_input_embeddings()
+        self._embedding_scale = float(getattr(self.config, "embedding_multiplier", None) or 1.0)
+        self.head = self._make_head()
+        self._prove()
+
+    @classmethod
+    def load(cls, name: str, *, dtype: str = "float32", device: str | torch.device = "cpu") -> "Target":
+        """Loads a target from a local folder or a hub name; remote code is never run.
+
+        Raises:
+            UserError: nothing there, not a causal LM, or an unsupported architecture.
+        """
+        if dtype not in DTYPES:
+            raise UserError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        try:
+            config = transformers.AutoConfig.from_pretrained(name)
+        except LOAD_ERRORS as error:
+            raise UserError(_load_message(name, error)) from None
+        architectures = getattr(config, "architectures", None) or [type(config).__name__]
+        refuse_recurrent(config.get_text_config(), architectures[0], name)
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
+        except LOAD_ERRORS as error:
+            raise UserError(_load_message(name, error)) from None
+        return cls(model.to(device), name)
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.weight.shape[0]
+
+    @property
+    def context_length(self) -> int:
+        """Returns the most tokens a sequence may have."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Returns every end-of-sequence id of the generation config, or of the config."""
+        generation = getattr(self.model, "generation_config", None)
+        eos = getattr(generation, "eos_token_id", None)
+        eos = self.config.eos_token_id if eos is None else eos
+        return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Returns what the target's first layer would read for these tokens: [B, R] -> [B, R, H]."""
+        embedded = self._embedding(tokens)
+        return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
+
+    @torch.no_grad()
+    def rope(self, like: Tensor, positions: Tensor) -> Any:
+        """Returns the position embeddings of the last layer's kind (what modules use) at [B, R] positions."""
+        if self._rope_by_layer_type:
+            return self.decoder.rotary_emb(like, positions, self.layer_types[-1])
+        return self.decoder.rotary_emb(like, positions)
+
+    def attention_mask(self, context: Context, layer_type: str, dtype: torch.dtype) -> Tensor:
+        """Returns the mask that a layer of this kind takes: bool for sdpa, additive for eager."""
+        visible = context.visible(self.windows[layer_type])
+        if self.config._attn_implementation != "eager":
+            return visible
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
+            ~visible, torch.finfo(dtype).min
+        )
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, context: Context, *, target_hidden: str) -> TargetOutput:
+        """Runs the target's layers over [B, R] tokens at the context's rows; no logits are made.
+
+        Args:
+            target_hidden: the contract's point, ``post_norm`` or ``pre_norm``.
+        """
+        masks = {kind: self.attention_mask(context, kind, self.dtype) for kind in dict.fromkeys(self.layer_types)}
+        store = context.store(index=None)
+        before_norm: list[Tensor] = []
+        hook = self.decoder.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
+        try:
+            final = self.decoder(
+                input_ids=tokens,
+                attention_mask=masks if len(masks) > 1 else masks[self.layer_types[0]],
+                position_ids=context.rows,
+                cache=store,
+                use_cache=store is not None,
+            ).last_hidden_state
+        finally:
+            hook.remove()
+        return TargetOutput(final if target_hidden == "post_norm" else before_norm[0], final)
+
+    def new_block(self) -> nn.Module:
+        """Returns a trainable copy of the target's last decoder layer: class, config and weights."""
+        return copy.deepcopy(self.decoder.layers[-1]).requires_grad_(True)
+
+    def new_norm(self) -> nn.Module:
+        """Returns a trainable norm of the target's class that does not rescale (its weights as made new)."""
+        norm = self.decoder.norm
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))
+        return type(norm)(self.hidden_size, eps=eps).to(self.device, self.dtype)
+
+    def new_post_norm(self) -> nn.Module:
+        """Returns a trainable copy of the target's final norm, the one its head expects."""
+        return copy.deepcopy(self.decoder.norm).requires_grad_(True)
+
+    def fingerprint(self) -> list[float]:
+        """Returns 64 of the weights, from embedding and final norm: tells targets of equal shape apart."""
+        embedding, norm = self._embedding.weight, self.decoder.norm.weight
+        rows = torch.linspace(0, embedding.shape[0] - 1, 48, device=embedding.device).long()
+        columns = torch.arange(48, device=embedding.device) * 7 % embedding.shape[1]
+        sample = torch.cat([embedding[rows, columns], norm[: min(16, norm.shape[0])]])
+        return [round(value, 8) for value in sample.float().tolist()]
+
+    def _make_head(self) -> Head:
+        head = self.model.get_output_embeddings()
+        scale = float(getattr(self.config, "logit_scale", None) or 1.0)
+        scale /= float(getattr(self.config, "logits_scaling", None) or 1.0)
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        return Head(head.weight, getattr(head, "bias", None), scale, softcap)
+
+    @torch.no_grad()
+    def _prove(self) -> None:
+        """Compares embedding, logits and a prefill in two pieces with the model's own forward."""
+        tokens = (torch.arange(6, device=self.device) * 31 + 5)[None] % self.vocab_size
+        first_inputs: list[Tensor] = []
+        hook = self.decoder.layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: first_inputs.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        )
+        try:
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+        finally:
+            hook.remove()
+        packed = self.forward(tokens, Packed(torch.zeros_like(tokens)), target_hidden="post_norm")
+        tables = [CellTable(1) for _ in self.layer_types]
+        pieces = []
+        for piece in tokens.split(4, dim=1):
+            rows = alignment.verify_rows(torch.tensor([sum(p.shape[1] for p in pieces) - 1]), piece.shape[1] - 1)
+            cells = Cells(tables, rows.to(self.device), slice(0, 1), int(rows.max()) + 1)
+            pieces.append(self.forward(piece, cells, target_hidden="post_norm").final)
+        checks = {
+            "the embedding (its scale)": (self.embed(tokens), first_inputs[0]),
+            "the logits (scale or soft-cap of the head)": (self.head(packed.final), logits),
+            "a prefill in pieces (layers that cannot be addressed by row)": (torch.cat(pieces, 1), packed.final),
+        }
+        noise = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.1
+        for what, (ours, theirs) in checks.items():
+            scale = theirs.float().abs().max().clamp(min=1e-30)
+            difference = float((ours.float() - theirs.float()).abs().max() / scale)
+            if not difference <= noise:
+                raise UserError(
+                    f"target {self.name!r} ({type(self.model).__name__}) is not supported: {what} differs from the "
+                    f"model's own forward by {difference:.1e}; please report the architecture"
+                )
+
+
+def refuse_recurrent(config: Any, architecture: Any, name: str) -> None:
+    """Raises :class:`UserError` if the target keeps recurrent state, whose slots cannot be overwritten."""
+    cls = getattr(transformers, architecture, None) if isinstance(architecture, str) else architecture
+    try:
+        kinds = set(get_layer_types_and_kwargs(config)[0])
+    except (AttributeError, KeyError, TypeError):
+        kinds = {"unknown"}
+    if getattr(cls, "_is_stateful", False):
+        kinds.add("recurrent state")
+    if unsupported := sorted(kinds - SUPPORTED_LAYERS):
+        raise UserError(
+            f"target {name!r} has layers of kind {', '.join(unsupported)}: their state is a running summary that "
+            "cannot be overwritten row by row when drafts are rejected, so module and target caches could not be "
+            "corrected; only full and sliding-window attention targets are supported"
+        )
+
+
+def _load_message(name: str, error: Exception) -> str:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return (
+        f"target {name!r} could not be loaded: {reason[0]} (expected a folder written by save_pretrained, with "
+        "config.json and safetensors, or the name of a hub model; remote code is never run)"
+    )
