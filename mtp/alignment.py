@@ -101,6 +101,11 @@ def redo_start(old_last_row: Tensor, accepted: Tensor, num_modules: int) -> Tens
     return (old_last_row + 1 - provisional).clamp(min=0)
 
 
+def stash_places(rows: Tensor, size: int) -> Tensor:
+    """Returns where a ring of ``size`` hidden states keeps these rows: row modulo size."""
+    return rows % size
+
+
 def window_rows(start: Tensor, last_row: Tensor) -> Tensor:
     """Returns the rows of one pass, [B, R], each sequence's ``start..last_row``.
 

@@ -1,0 +1,1 @@
+"""Decoding with MTP modules: draft, verify, correct. Imports ``mtp`` only."""
