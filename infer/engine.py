@@ -54,7 +54,9 @@ class Engine:
         trained = 0 if stack is None else len(stack.layers)
         num_drafts = trained if num_drafts is None else num_drafts
         if not 0 <= num_drafts <= trained:
-            raise UserError(f"drafts: {num_drafts} asked for, but the checkpoint has {trained} trained modules; use 0..{trained}")
+            raise UserError(
+                f"drafts: {num_drafts} asked for, but the checkpoint has {trained} trained modules; use 0..{trained}"
+            )
         if batch_size < 1 or prefill_chunk < 1:
             raise UserError("batch size and prefill chunk must be at least 1")
         self.target, self.stack, self.num_drafts = target, stack, num_drafts

@@ -88,7 +88,7 @@ class MTPStack(nn.Module):
             attention_mask=target.attention_mask(context, self._layer_type, dtype),
             position_embeddings=target.rope(projected, positions),
             position_ids=positions,
-            cache=context.store(index=index),
+            **{target.cache_argument: context.store(index=index)},
         )
         before_norm = output[0] if isinstance(output, tuple) else output
         final = module.post_norm(before_norm)

@@ -63,7 +63,9 @@ class Head:
         if token_ids is None:
             return self
         if token_ids[-1] >= self.weight.shape[0]:
-            raise UserError(f"draft_vocab: token id {token_ids[-1]} is outside the target's {self.weight.shape[0]} tokens")
+            raise UserError(
+                f"draft_vocab: token id {token_ids[-1]} is outside the target's {self.weight.shape[0]} tokens"
+            )
         kept = torch.tensor(token_ids, device=self.weight.device)
         bias = None if self.bias is None else self.bias[kept]
         return Head(self.weight[kept], bias, self.scale, self.softcap, kept)
@@ -95,6 +97,9 @@ class Target:
                 )
         self.layer_types, kwargs = get_layer_types_and_kwargs(self.config)
         self.windows = {kind: kw.get("sliding_window") for kind, kw in zip(self.layer_types, kwargs, strict=True)}
+        # transformers renamed the argument in 5.2x; both names are in use within our range.
+        layer_arguments = inspect.signature(self.decoder.layers[0].forward).parameters
+        self.cache_argument = "cache" if "cache" in layer_arguments else "past_key_values"
         self._rope_by_layer_type = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
         self._embedding = self.model.get_input_embeddings()
         self._embedding_scale = float(getattr(self.config, "embedding_multiplier", None) or 1.0)
@@ -189,8 +194,8 @@ class Target:
                 input_ids=tokens,
                 attention_mask=masks if len(masks) > 1 else masks[self.layer_types[0]],
                 position_ids=context.rows,
-                cache=store,
                 use_cache=store is not None,
+                **{self.cache_argument: store},
             ).last_hidden_state
         finally:
             hook.remove()

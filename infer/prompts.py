@@ -1,0 +1,116 @@
+"""Prompts from a flag, a file or standard input, turned into token ids."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mtp import UserError
+
+SHOWN = 3  # broken lines named one by one
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``source`` is the record it came from (other fields are kept by ``distill``)."""
+
+    token_ids: tuple[int, ...]
+    source: dict[str, Any]
+
+
+@dataclass
+class Prompts:
+    """Prompts read, and what was skipped: ``skipped`` lines in all, the first ones named in ``problems``."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    skipped: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def skip(self, where: str, reason: str) -> None:
+        self.skipped += 1
+        if len(self.problems) < SHOWN:
+            self.problems.append(f"{where}: {reason}")
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Returns the target's tokenizer; raises :class:`UserError` if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"target {name!r}: no tokenizer could be loaded ({str(error).splitlines()[0]})") from None
+
+
+def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, raw: bool) -> tuple[int, ...]:
+    """Returns the token ids of a record with ``messages``, ``prompt`` or ``prompt_ids``.
+
+    Args:
+        raw: no chat template; a prompt is tokenised as it stands.
+
+    Raises:
+        UserError: none of the three fields, or one of the wrong form.
+    """
+    if "prompt_ids" in record:
+        ids = record["prompt_ids"]
+        if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+            raise UserError("'prompt_ids' is not a non-empty list of token ids")
+        return tuple(ids)
+    if "messages" in record:
+        messages = record["messages"]
+    elif "prompt" in record:
+        if not isinstance(record["prompt"], str) or not record["prompt"]:
+            raise UserError("empty prompt")
+        messages = [{"role": "user", "content": record["prompt"]}]
+    else:
+        raise UserError("none of the fields 'messages', 'prompt', 'prompt_ids'")
+    if raw or not tokenizer.chat_template:
+        if "prompt" not in record:
+            raise UserError("'messages' need a chat template; this tokenizer has none (or --raw was given)")
+        return tuple(tokenizer(record["prompt"])["input_ids"])
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # a template is a program of its own: any error in it is about this record
+        raise UserError(f"the chat template refused it ({error})") from None
+    return tuple(ids)
+
+
+def read_prompts(lines: Iterable[str], where: str, tokenizer: PreTrainedTokenizerBase, *, raw: bool) -> Prompts:
+    """Reads one prompt a line: a JSON object (``messages``, ``prompt`` or ``prompt_ids``), or plain text.
+
+    Broken lines are skipped, counted and the first ones named; empty lines are passed over.
+    """
+    result = Prompts()
+    for number, line in enumerate(lines, start=1):
+        text = line.lstrip("\ufeff").strip()
+        if not text:
+            continue
+        try:
+            record = _parse(text)
+            result.prompts.append(Prompt(encode(record, tokenizer, raw=raw), record))
+        except UserError as error:
+            result.skip(f"{where}:{number}", str(error))
+    return result
+
+
+def _parse(text: str) -> dict[str, Any]:
+    if not text.startswith("{"):
+        return {"prompt": text}
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"broken JSON ({error})") from None
+
+
+def read_prompt_file(path: Path, tokenizer: PreTrainedTokenizerBase, *, raw: bool) -> Prompts:
+    """Reads a prompt file; raises :class:`UserError` if it cannot be read or holds no prompt."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    result = read_prompts(lines, str(path), tokenizer, raw=raw)
+    if not result.prompts:
+        detail = f"; {result.problems[0]}" if result.problems else " (the file is empty)"
+        raise UserError(f"{path}: no usable prompt{detail}")
+    return result
