@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from infer.engine import Engine
 from infer.pickers import Greedy, Picker
@@ -187,6 +188,7 @@ def _check(
     engine = Engine(target, stack, picker=picker, **engine_options)
     observer = _Observer(engine, references, report)
     pending = list(reversed(requests))
+    bar = tqdm(total=len(requests), unit="text", desc="check", disable=None)
     try:
         while pending or engine.active:
             while pending and len(engine.active) < engine.batch_size:
@@ -199,11 +201,13 @@ def _check(
                         f"prompt {done.request.key}: two decodes of it differ; the machine's arithmetic is not "
                         "deterministic, so cells cannot be compared (try float64)"
                     )
+                bar.update()
                 report.rounds += done.stats.rounds
                 for accepted, count in done.stats.rounds_by_accepted.items():
                     report.accept_patterns[accepted] = report.accept_patterns.get(accepted, 0) + count
             observer.compare()
     finally:
+        bar.close()
         observer.close()
 
 

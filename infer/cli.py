@@ -1,6 +1,7 @@
 """``mtp-infer generate | check | distill``: the engine's commands."""
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -25,7 +26,7 @@ from mtp.target import DTYPES
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns 0, 1 if ``check`` or ``compare`` found a difference, 2 on a user's error, 130 when stopped."""
+    """Runs a command; returns 0, 1 on a difference found, 2 on a user's error, 130 when stopped."""
     args = _parser().parse_args(argv)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--rounds", type=int, default=200, help="at least this many forced rounds (default 200)")
     check.add_argument("--seed", type=int, default=0)
     check.add_argument("--uncorrected", action="store_true", help="plant the fault: show that a wrong cell is found")
+    check.add_argument("--output", type=Path, help="write the figures as JSON")
     check.set_defaults(run=_check)
 
     compare = commands.add_parser(
@@ -219,8 +221,12 @@ def _check(args: argparse.Namespace) -> int:
         seed=args.seed,
         correct=not args.uncorrected,
     )
-    for name, report in (("real drafting", real), ("forced accept patterns", forced)):
+    reports = {"real drafting": real, "forced accept patterns": forced}
+    for name, report in reports.items():
         print(_check_line(name, report))
+    if args.output:
+        figures = {name: dataclasses.asdict(report) for name, report in reports.items()}
+        args.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     mismatches = real.mismatches + forced.mismatches
     print("check passed: every committed cell equals the training forward" if not mismatches else "check FAILED")
     return 1 if mismatches else 0

@@ -10,6 +10,7 @@ Shapes: B sequences, R rows, H hidden size, V vocabulary.
 
 import copy
 import inspect
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -283,8 +284,10 @@ def refuse_recurrent(config: Any, architecture: Any, name: str) -> None:
 
 
 def _load_message(name: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if not os.path.exists(name) and name.startswith(("/", ".", "~")):
+        reason = "no such folder"
     return (
-        f"target {name!r} could not be loaded: {reason[0]} (expected a folder written by save_pretrained, with "
+        f"target {name!r} could not be loaded: {reason} (expected a folder written by save_pretrained, with "
         "config.json and safetensors, or the name of a hub model; remote code is never run)"
     )
