@@ -1,0 +1,202 @@
+"""`mtp-infer` as a user runs it: outputs, exit statuses, and one-line errors for what a user can fix."""
+
+import io
+import json
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+
+import infer
+import mtp
+import train
+from infer.cli import main
+from tests.builders import make_target
+from tests.infer.conftest import save_tokenizer
+
+
+def run(capsys, *arguments):
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return status, captured.out, captured.err
+
+
+def refused(capsys, *arguments):
+    status, _, err = run(capsys, *arguments)
+    assert status == 2
+    assert err.startswith("error: ")
+    return err
+
+
+def test_generate_is_the_same_text_for_any_number_of_drafts_and_batch(capsys, checkpoint_folder, target_folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello there"}\nplain text\n{"prompt_ids": [7]}\n{"messages": [{"role": "user", "content": "x"}]}\n')
+    texts = set()
+    for options in (
+        ["--target", target_folder],
+        ["--checkpoint", checkpoint_folder, "--drafts", 0],
+        ["--checkpoint", checkpoint_folder, "--drafts", 2, "--batch-size", 3],
+        ["--checkpoint", checkpoint_folder],
+        ["--checkpoint", checkpoint_folder, "--uncorrected"],
+    ):
+        status, out, err = run(capsys, "generate", *options, "--prompts", prompts, "--max-new-tokens", 20, "--json")
+        assert status == 0
+        records = [json.loads(line) for line in out.splitlines()]
+        assert [record["index"] for record in records] == [0, 1, 2, 3]
+        texts.add(json.dumps([[record["token_ids"], record["finish_reason"]] for record in records]))
+    assert len(texts) == 1
+    assert "acceptance length" in err
+
+
+def test_generate_reads_standard_input(capsys, monkeypatch, target_folder):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
+    status, out, _ = run(capsys, "generate", "--target", target_folder, "--max-new-tokens", 4, "--json")
+    assert status == 0
+    assert len(out.splitlines()) == 2
+
+
+def test_check_passes_and_finds_a_planted_fault(capsys, checkpoint_folder, tmp_path):
+    figures = tmp_path / "check.json"
+    options = ["check", "--checkpoint", checkpoint_folder, "--prompt", "abc", "--prompt", "hello", "--max-new-tokens", 16]
+    status, out, _ = run(capsys, *options, "--rounds", 50, "--output", figures)
+    assert status == 0
+    assert "check passed" in out
+    forced = json.loads(figures.read_text())["forced accept patterns"]
+    assert forced["rounds"] >= 50
+    assert forced["mismatches"] == 0
+    status, out, _ = run(capsys, *options, "--uncorrected", "--rounds", 50)
+    assert status == 1
+    assert "FAILED" in out
+    assert "first mismatch: prompt" in out
+
+
+def test_check_in_float64(capsys, checkpoint_folder):
+    status, out, _ = run(
+        capsys, "check", "--checkpoint", checkpoint_folder, "--prompt", "abc", "--dtype", "float64", "--rounds", 20
+    )
+    assert status == 0
+    assert "noise 1e-10" in out
+
+
+def test_check_refuses_a_dtype_whose_rounding_hides_faults(capsys, checkpoint_folder):
+    assert "float32 or float64" in refused(
+        capsys, "check", "--checkpoint", checkpoint_folder, "--prompt", "abc", "--dtype", "bfloat16"
+    )
+
+
+def test_compare_gives_one_table(capsys, checkpoint_folder, tmp_path):
+    figures = tmp_path / "compare.json"
+    status, out, _ = run(
+        capsys, "compare", "--checkpoint", checkpoint_folder, "--prompt", "abc", "--prompt", "de", "--all-drafts",
+        "--transformers", "--max-new-tokens", 12, "--output", figures,
+    )  # fmt: skip
+    assert status == 0
+    names = [row["name"] for row in json.loads(figures.read_text())["rows"]]
+    assert names == [
+        "plain", "transformers generate", "corrected, 1 drafts", "corrected, 2 drafts", "corrected, 3 drafts",
+        "uncorrected, 3 drafts",
+    ]  # fmt: skip
+    assert out.count("2 of 2") == len(names)
+
+
+def test_distill_resumes_and_drops_a_half_written_line(capsys, target_folder, tmp_path):
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(f"prompt {n}\n" for n in range(7)))
+    options = ["distill", "--target", target_folder, "--prompts", prompts, "--output", output, "--max-new-tokens", 9]
+    assert run(capsys, *options, "--batch-size", 3)[0] == 0
+    whole = {record["id"]: record for record in map(json.loads, output.read_text().splitlines())}
+    assert len(whole) == 7
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[:4]) + lines[4][:20])  # killed while writing line 5
+    status, _, err = run(capsys, *options)
+    assert status == 0
+    assert "4 answers are there already" in err
+    again = {record["id"]: record for record in map(json.loads, output.read_text().splitlines())}
+    assert again == whole
+    for record in whole.values():
+        assert record["messages"][-1]["role"] == "assistant"
+        assert 1 <= len(record["response_ids"]) <= 9
+
+
+def test_distill_refuses_an_output_made_with_other_settings(capsys, target_folder, tmp_path):
+    output = tmp_path / "answers.jsonl"
+    options = ["distill", "--target", target_folder, "--prompt", "a", "--output", output]
+    assert run(capsys, *options, "--max-new-tokens", 5)[0] == 0
+    assert "max_new_tokens" in refused(capsys, *options, "--max-new-tokens", 6)
+
+
+def test_broken_prompt_lines_are_skipped_counted_and_named(capsys, target_folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        '\ufeff{"prompt": "good"}\n{"prompt": \n{"question": "?"}\n{"prompt": ""}\n{"prompt_ids": ["a"]}\n'
+        '{"messages": [{"role": "user", "content": "good \u4f60\u597d"}]}\n', encoding="utf-8",
+    )  # fmt: skip
+    status, out, err = run(
+        capsys, "generate", "--target", target_folder, "--prompts", prompts, "--max-new-tokens", 3, "--json"
+    )
+    assert status == 0
+    assert len(out.splitlines()) == 2
+    assert "skipped 4 broken line(s)" in err
+    assert f"{prompts}:2: broken JSON" in err
+    assert f"{prompts}:3: none of the fields" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x"], "--target"),
+        (["--target", "/no/such/folder", "--prompt", "x"], "no such folder"),
+        (["--target", "TARGET", "--prompt", ""], "empty prompt"),
+        (["--target", "TARGET", "--prompt", "x" * 200], "context of 128"),
+        (["--target", "TARGET", "--prompts", "/no/such/file"], "cannot be read"),
+        (["--target", "TARGET", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["--target", "TARGET", "--prompt", "x", "--drafts", "2"], "0 trained modules"),
+        (["--checkpoint", "CHECKPOINT", "--prompt", "x", "--drafts", "4"], "3 trained modules"),
+        (["--checkpoint", "/no/such/run", "--prompt", "x"], "no such checkpoint"),
+        (["--target", "TARGET", "--prompt", "x", "--device", "cuda:99"], "device 'cuda:99'"),
+    ],
+)
+def test_what_a_user_can_fix_is_one_line(capsys, target_folder, checkpoint_folder, arguments, message):
+    names = {"TARGET": target_folder, "CHECKPOINT": checkpoint_folder}
+    assert message in refused(capsys, "generate", *[names.get(argument, argument) for argument in arguments])
+
+
+def test_broken_checkpoints_are_refused_with_the_tensor_named(capsys, checkpoint_folder, tmp_path):
+    weights = safetensors.torch.load_file(checkpoint_folder / "modules.safetensors")
+    name = "layers.1.eh_proj.weight"
+    faults = {
+        "missing": {key: value for key, value in weights.items() if key != name},
+        "not part": weights | {"layers.9.extra": torch.zeros(1)},
+        "has shape": weights | {name: weights[name][:, :5].contiguous()},
+    }
+    for message, tensors in faults.items():
+        folder = tmp_path / message.replace(" ", "-")
+        shutil.copytree(checkpoint_folder, folder)
+        safetensors.torch.save_file(tensors, folder / "modules.safetensors")
+        err = refused(capsys, "generate", "--checkpoint", folder, "--prompt", "x")
+        assert message in err
+        assert ("layers.9.extra" if message == "not part" else name) in err
+
+
+def test_a_checkpoint_for_another_target_is_refused(capsys, checkpoint_folder, tmp_path):
+    make_target("llama", vocab_size=99, seed=1).model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    err = refused(capsys, "generate", "--checkpoint", checkpoint_folder, "--target", tmp_path, "--prompt", "x")
+    assert "other weights" in err
+
+
+def test_a_prompt_of_one_token(capsys, checkpoint_folder):
+    status, out, _ = run(
+        capsys, "generate", "--checkpoint", checkpoint_folder, "--raw", "--prompt", "a", "--max-new-tokens", 5, "--json"
+    )
+    assert status == 0
+    assert json.loads(out)["finish_reason"] in ("stop", "length")
+
+
+def test_the_imported_packages_are_ours():
+    """`train` and `infer` are generic names: another package of that name must not win."""
+    roots = {package.__path__[0].rsplit("/", 1)[0] for package in (mtp, train, infer)}
+    assert len(roots) == 1
+    assert (mtp.__path__[0].rsplit("/", 1)[0]) in __file__
