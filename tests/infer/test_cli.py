@@ -30,9 +30,13 @@ def refused(capsys, *arguments):
     return err
 
 
-def test_generate_is_the_same_text_for_any_number_of_drafts_and_batch(capsys, checkpoint_folder, target_folder, tmp_path):
+def test_generate_is_the_same_text_for_any_number_of_drafts_and_batch(
+    capsys, checkpoint_folder, target_folder, tmp_path
+):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "hello there"}\nplain text\n{"prompt_ids": [7]}\n{"messages": [{"role": "user", "content": "x"}]}\n')
+    prompts.write_text(
+        '{"prompt": "hello there"}\nplain text\n{"prompt_ids": [7]}\n{"messages": [{"role": "user", "content": "x"}]}\n'
+    )
     texts = set()
     for options in (
         ["--target", target_folder],
@@ -59,7 +63,17 @@ def test_generate_reads_standard_input(capsys, monkeypatch, target_folder):
 
 def test_check_passes_and_finds_a_planted_fault(capsys, checkpoint_folder, tmp_path):
     figures = tmp_path / "check.json"
-    options = ["check", "--checkpoint", checkpoint_folder, "--prompt", "abc", "--prompt", "hello", "--max-new-tokens", 16]
+    options = [
+        "check",
+        "--checkpoint",
+        checkpoint_folder,
+        "--prompt",
+        "abc",
+        "--prompt",
+        "hello",
+        "--max-new-tokens",
+        16,
+    ]
     status, out, _ = run(capsys, *options, "--rounds", 50, "--output", figures)
     assert status == 0
     assert "check passed" in out

@@ -15,9 +15,7 @@ from tests.builders import FAMILIES, make_stack, make_target
 def requests_of(lengths, target, max_new_tokens, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [
-        Request(
-            tuple(torch.randint(target.vocab_size, (length,), generator=generator).tolist()), max_new_tokens, key
-        )
+        Request(tuple(torch.randint(target.vocab_size, (length,), generator=generator).tolist()), max_new_tokens, key)
         for key, length in enumerate(lengths)
     ]
 
