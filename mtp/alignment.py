@@ -147,7 +147,7 @@ def matches_with_text(drafts: Tensor, tokens: Tensor) -> list[int]:
         drafts: int [n, k], ``drafts[t, i-1]`` predicts ``x_{t+i+1}``.
         tokens: int [n].
     """
-    num_rows, num_drafts = drafts.shape
+    _num_rows, num_drafts = drafts.shape
     right = torch.zeros_like(drafts, dtype=torch.bool)
     for index in range(1, num_drafts + 1):
         labels = hard_labels(tokens[None], index=index)[0]
@@ -173,3 +173,30 @@ def walk_rounds(
         rounds.append((accepted, proposed))
         last_token += accepted + 1
     return rounds
+
+
+# ---------------------------------------------------------------- objective and replay: which rows need a head
+def supervised_label_rows(loss_mask: Tensor, documents: Tensor, *, index: int) -> Tensor:
+    """Returns at which target rows r = t+i a supervised cell (t, i) finds its soft label: bool [B, n].
+
+    Index 0 gives the rows whose distribution is the label of any module at all.
+    """
+    cells = supervised_cells(loss_mask, documents, index=index)
+    label_row = torch.zeros_like(loss_mask)
+    label_row[:, index : index + cells.shape[1]] = cells
+    return label_row
+
+
+def cells_of_label_rows(rows: Tensor, *, index: int) -> Tensor:
+    """Returns the row t of the cell of module ``index`` whose soft label stands at target row t+i."""
+    return rows - index
+
+
+def replayed_rows(documents: Tensor, prompt_lengths: Tensor) -> Tensor:
+    """Returns from which rows a decode can draft: bool [B, n], from the prompt's last row on.
+
+    Args:
+        documents: int [B, n], one document per sequence, from row 0 on.
+        prompt_lengths: int [B].
+    """
+    return (positions_in_documents(documents) >= prompt_lengths[:, None] - 1) & (documents != PADDING)

@@ -1,0 +1,71 @@
+"""``deepspeed --module train --config x.yaml [key=value ...]``, or ``python -m train ...`` for one process."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+import transformers
+
+from mtp import UserError
+from train.config import Config, load_config
+
+USAGE = """%(prog)s --config FILE [dotted.key=value ...]
+       deepspeed --num_accelerators N --module train --config FILE [dotted.key=value ...]"""
+
+
+def parse(arguments: Sequence[str]) -> Config:
+    """Returns the run's settings; raises :class:`UserError` for what is wrong with them."""
+    parser = argparse.ArgumentParser(prog="python -m train", usage=USAGE, description="Trains MTP modules.")
+    parser.add_argument("--config", required=True, help="YAML file, here or among the shipped configs")
+    parser.add_argument("--local_rank", type=int, help="given by the deepspeed launcher")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file's")
+    known, extra = parser.parse_known_intermixed_args(arguments)
+    return load_config(known.config, [*known.overrides, *extra])
+
+
+def train(config: Config) -> None:
+    """Runs a training to its end; raises :class:`UserError` for what the user can fix."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device: cuda is not available here; set device: cpu or auto")
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed looks once, when it is imported
+    from train.engine import Ranks
+    from train.trainer import Trainer
+
+    ranks = Ranks(device)
+    trainer = Trainer(config, ranks)
+    if trainer.complete:
+        if ranks.rank == 0:
+            print(f"already complete: {trainer.folder.path / 'final'} has these settings")
+    else:
+        trainer.run()
+    ranks.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, or 2 after an error that the user can fix."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        train(parse(sys.argv[1:] if arguments is None else arguments))
+    except UserError as error:
+        rank = os.environ.get("RANK", "0")
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if rank == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        elif joined:
+            print(f"error: process {rank}: {error}", file=sys.stderr, flush=True)
+        if rank != "0":
+            time.sleep(2)  # the launcher kills all once one has left: let rank 0 have its say
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

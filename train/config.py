@@ -1,0 +1,249 @@
+"""What a run is: nested settings with one precedence, defaults < YAML file < ``key=value`` flags.
+
+Every key is known; a misspelt one is refused with the nearest valid name.
+"""
+
+import difflib
+import importlib.resources
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+import mtp
+from mtp import Contract, UserError
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of every group of settings: immutable, and no key it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+
+
+class Modules(Section):
+    """The modules and their recurrence; the fields are those of the contract."""
+
+    num_modules: PositiveInt = 3
+    recurrence: str = "chained"
+    target_hidden: str = "post_norm"
+    chain_hidden: str = "post_norm"
+    concat: str = "embed_first"
+    positions: str = "row"
+    mask_first_embedding: bool = False
+    draft_vocab_size: PositiveInt | None = None
+
+    def contract(self, draft_vocab: tuple[int, ...] | None) -> Contract:
+        """Returns the contract of these modules; raises :class:`UserError` for an unsupported value."""
+        fields = self.model_dump(exclude={"draft_vocab_size"})
+        return Contract(**fields, draft_vocab=draft_vocab)
+
+
+class Data(Section):
+    """Text to learn from. ``supervise`` names the tokens that count as labels."""
+
+    train: str
+    heldout: str | None = None
+    row_length: Annotated[int, Field(ge=4)] = 512
+    supervise: Literal["assistant", "all"] = "assistant"
+    keep_hidden: bool = False
+
+
+class Loss(Section):
+    """Depth i weighs beta^(i-1), normalised to sum 1; ``chunk_rows`` bounds the memory of head and loss."""
+
+    beta: Annotated[float, Field(gt=0, le=1)] = 0.6
+    chunk_rows: PositiveInt = 256
+
+
+class Optimizer(Section):
+    """AdamW, linear warm-up, then cosine down to ``min_lr_fraction`` of the learning rate."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    warmup_fraction: Fraction = 0.05
+    min_lr_fraction: Fraction = 0.1
+    gradient_clip: Annotated[float, Field(gt=0)] | None = 1.0
+
+
+class Steps(Section):
+    """Length of the run (whichever limit comes first) and the batch: ``rows_per_step`` over all ranks."""
+
+    epochs: PositiveInt | None = None
+    max_steps: PositiveInt | None = None
+    max_minutes: Annotated[float, Field(gt=0)] | None = None
+    rows_per_step: PositiveInt = 8
+    micro_rows: PositiveInt = 4
+
+    @pydantic.model_validator(mode="after")
+    def _limited(self) -> "Steps":
+        if self.epochs is None and self.max_steps is None and self.max_minutes is None:
+            raise ValueError("set at least one of epochs, max_steps, max_minutes")
+        return self
+
+
+class Wandb(Section):
+    """Where wandb logs go; without a key the run is logged offline."""
+
+    project: str = "mtp"
+    name: str | None = None
+    mode: Literal["online", "offline", "disabled"] | None = None
+
+
+class Config(Section):
+    """One run of the trainer."""
+
+    target: str
+    output: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Annotated[int, Field(ge=0)] = 0
+    modules: Modules = Modules()
+    data: Data
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
+    steps: Steps
+    log_every: PositiveInt = 10
+    evaluate_every: PositiveInt | None = None
+    checkpoint_every: PositiveInt | None = None
+    deepspeed: str | dict[str, Any] | None = None
+    wandb: Wandb | None = None
+
+
+def resource(name: str) -> Path | None:
+    """Returns a file that ships in ``configs/``, in the checkout or the installed package; None if not there."""
+    folders = [Path(mtp.__file__).resolve().parent.parent / "configs"]
+    try:
+        folders.insert(0, Path(str(importlib.resources.files("mtp.configs"))))
+    except ModuleNotFoundError:
+        pass  # a checkout that is not installed
+    for folder in folders:
+        if (path := folder / name).is_file():
+            return path
+    return None
+
+
+def find_file(name: str, what: str) -> Path:
+    """Returns the path of a file given by the user, or of the shipped one of that name.
+
+    Raises:
+        UserError: neither exists.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    if not Path(name).is_absolute() and (shipped := resource(name) or resource(name.removeprefix("configs/"))):
+        return shipped
+    raise UserError(f"{what} {name!r}: no such file here, nor among the shipped configs; check the path")
+
+
+def load_config(name: str, overrides: list[str]) -> Config:
+    """Returns the settings of a YAML file with ``dotted.key=value`` overrides on top.
+
+    Raises:
+        UserError: missing file, broken YAML, an unknown key or a wrong value, named in full.
+    """
+    path = find_file(name, "config")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())})") from None
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected settings as 'key: value' lines, found {type(values).__name__}")
+    flags = [_set_override(values, override) for override in overrides]
+    try:
+        return Config.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise UserError("; ".join(_explain(problem, path, flags) for problem in error.errors()[:5])) from None
+
+
+def _set_override(values: dict[str, Any], override: str) -> str:
+    """Puts one ``dotted.key=value`` into nested values and returns its dotted key."""
+    key, separator, text = override.partition("=")
+    key = key.strip().removeprefix("--")
+    if not separator or not all(key.split(".")):
+        raise UserError(f"argument {override!r}: expected dotted.key=value, for example steps.max_steps=100")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"flag {override!r}: the value is not YAML ({' '.join(str(error).split())})") from None
+    *parents, last = key.split(".")
+    inner = values
+    for parent in parents:
+        if inner.get(parent) is None:
+            inner[parent] = {}
+        inner = inner[parent]
+        if not isinstance(inner, dict):
+            raise UserError(f"flag {override!r}: {parent!r} is a single value and has no keys of its own")
+    inner[last] = value
+    return key
+
+
+def _explain(problem: Any, path: Path, flags: list[str]) -> str:
+    """Returns one validation problem as a sentence: where it stands, its dotted name, what to do."""
+    names = [str(part) for part in problem["loc"]]
+    dotted = ".".join(names)
+    where = f"flag {dotted}=" if dotted in flags else str(path)
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: unknown key {dotted!r}; {_suggestion(names)}"
+    if problem["type"] == "missing":
+        return f"{where}: key {dotted!r} is required; add it to the file or give {dotted}=..."
+    known = [name for name in names if name.isidentifier() and name not in ("str", "dict", "int", "float")]
+    message = problem["msg"].removeprefix("Value error, ")
+    given = problem["input"]
+    shown = "" if isinstance(given, dict) else f", not {given!r}"
+    return f"{where}: {'.'.join(known)}: {message[:1].lower()}{message[1:]}{shown}"
+
+
+def _suggestion(names: list[str]) -> str:
+    model: type[BaseModel] = Config
+    for name in names[:-1]:
+        model = _section(model.model_fields[name].annotation)
+    prefix = ".".join(names[:-1])
+    here = {name: f"{prefix}.{name}".removeprefix(".") for name in model.model_fields}
+    everywhere = {dotted.rsplit(".")[-1]: dotted for dotted in _all_keys(Config)}
+    for candidates, cutoff in ((here, 0.5), (everywhere, 0.7)):
+        if near := difflib.get_close_matches(names[-1], candidates, n=1, cutoff=cutoff):
+            return f"did you mean {candidates[near[0]]!r}?"
+    return f"valid keys are {', '.join(here.values())}"
+
+
+def _section(annotation: Any) -> type[BaseModel]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        annotation = next(part for part in typing.get_args(annotation) if part is not type(None))
+    return annotation
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        section = _section(field.annotation)
+        inside = isinstance(section, type) and issubclass(section, BaseModel)
+        keys += _all_keys(section, f"{prefix}{name}.") if inside else [prefix + name]
+    return keys
+
+
+def read_deepspeed(setting: str | dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the deepspeed settings of a run as a dict: inline, from a JSON file, or empty.
+
+    Raises:
+        UserError: the file is missing or is not a JSON object.
+    """
+    if not isinstance(setting, str):
+        return dict(setting or {})
+    path = find_file(setting, "deepspeed config")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected a JSON object of deepspeed settings, found {type(values).__name__}")
+    return values

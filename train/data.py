@@ -1,0 +1,153 @@
+"""Records to packed rows, and the order in which steps read them.
+
+The order is a pure function of seed and step, and of nothing else: the same for any number of ranks,
+and after a resume. Each row has a lane (its index modulo the batch); lanes are shuffled on their own
+every epoch, so a row always meets the same rank and its kept hidden states are computed once.
+
+Shapes: N rows of the data set, B rows of a batch, n tokens of a row.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtp import Target, UserError, alignment
+from train.records import ReadReport, Record
+
+FILL = -1  # index of the all-padding row that fills a batch
+OPEN_ROWS = 64  # rows that packing tries before it starts a new one
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows: ``tokens`` int [B, n], ``documents`` int [B, n], ``loss_mask`` bool [B, n] per token."""
+
+    tokens: Tensor
+    documents: Tensor
+    loss_mask: Tensor
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def take(self, indices: list[int], device: torch.device | str) -> "Rows":
+        """Returns these rows on a device; ``FILL`` gives a row of padding."""
+        picked = torch.tensor(indices)
+        fill = (picked == FILL)[:, None]
+        picked = picked.clamp(min=0)
+        return Rows(
+            self.tokens[picked].masked_fill(fill, 0).to(device),
+            self.documents[picked].masked_fill(fill, alignment.PADDING).to(device),
+            self.loss_mask[picked].masked_fill(fill, False).to(device),
+        )
+
+    def supervised(self, num_modules: int) -> Tensor:
+        """Returns how many cells of each module have a label: int [k]."""
+        counts = [
+            alignment.supervised_cells(self.loss_mask, self.documents, index=index).sum()
+            for index in range(1, num_modules + 1)
+        ]
+        return torch.stack(counts)
+
+
+def usable_records(records: list[Record], row_length: int, supervise: str, report: ReadReport) -> list[Record]:
+    """Cuts records to the row length (counted) and drops those left without a token to learn (counted)."""
+    usable = []
+    for record in records:
+        learn = record.learn if supervise == "assistant" else [True] * len(record.learn)
+        report.cut += len(record.token_ids) > row_length
+        if any(learn[:row_length]):
+            usable.append(Record(record.token_ids[:row_length], learn[:row_length], record.prompt_length))
+        else:
+            report.skipped["no token to learn within the row length"] += 1
+    report.records = len(usable)
+    if not usable:
+        raise UserError(
+            f"{report.path}: no record has a token to learn within data.row_length = {row_length}; raise it, "
+            "or set data.supervise: all"
+        )
+    return usable
+
+
+def pack(records: list[Record], row_length: int, seed: int) -> Rows:
+    """Puts whole documents into rows of ``row_length`` tokens, first fit in an order drawn from the seed.
+
+    Returns:
+        Rows whose documents are numbered from 0, padding marked by ``alignment.PADDING`` and never by a token id.
+    """
+    order = torch.randperm(len(records), generator=torch.Generator().manual_seed(seed)).tolist()
+    rows: list[list[Record]] = []
+    room: dict[int, int] = {}
+    for record in (records[place] for place in order):
+        size = len(record.token_ids)
+        place = next((row for row, left in room.items() if left >= size), None)
+        if place is None:
+            if len(room) == OPEN_ROWS:
+                del room[min(room, key=lambda row: room[row])]
+            place = len(rows)
+            rows.append([])
+            room[place] = row_length
+        rows[place].append(record)
+        room[place] -= size
+        if room[place] < 2:
+            del room[place]
+    return lay_out(rows, row_length)
+
+
+def lay_out(rows: list[list[Record]], row_length: int) -> Rows:
+    """Returns rows with the given documents each, padded at the end."""
+    shape = (len(rows), row_length)
+    packed = Rows(torch.zeros(shape).long(), torch.full(shape, alignment.PADDING), torch.zeros(shape).bool())
+    for place, documents in enumerate(rows):
+        tokens = [token for record in documents for token in record.token_ids]
+        numbers = [number for number, record in enumerate(documents) for _ in record.token_ids]
+        packed.tokens[place, : len(tokens)] = torch.tensor(tokens)
+        packed.documents[place, : len(tokens)] = torch.tensor(numbers)
+        packed.loss_mask[place, : len(tokens)] = torch.tensor([flag for record in documents for flag in record.learn])
+    return packed
+
+
+def draft_vocabulary(records: list[Record], size: int | None, target: Target) -> tuple[int, ...] | None:
+    """Returns the most frequent token ids to learn and every end-of-sequence id, ascending; None for all."""
+    if size is None or size >= target.vocab_size:
+        return None
+    counts: Counter[int] = Counter()
+    for record in records:
+        counts.update(token for token, learn in zip(record.token_ids, record.learn, strict=True) if learn)
+    frequent = sorted(counts, key=lambda token: (-counts[token], token))[:size]
+    return tuple(sorted({*frequent, *target.eos_token_ids}))
+
+
+class Order:
+    """Which rows each optimizer step reads: the same for any number of ranks."""
+
+    def __init__(self, num_rows: int, rows_per_step: int, seed: int) -> None:
+        self.num_rows, self.rows_per_step, self.seed = num_rows, rows_per_step, seed
+        self.steps_per_epoch = -(-num_rows // rows_per_step)
+        self._epoch, self._lanes = -1, torch.empty(0)
+
+    def step(self, step: int) -> list[int]:
+        """Returns the rows of step 0, 1, ...: one of each lane, ``FILL`` where a lane has run out.
+
+        Over the steps of one epoch every row appears exactly once.
+        """
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._lanes = epoch, self._shuffled(epoch)
+        return self._lanes[place].tolist()
+
+    def _shuffled(self, epoch: int) -> Tensor:
+        lanes = torch.full((self.steps_per_epoch, self.rows_per_step), FILL)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        for lane in range(self.rows_per_step):
+            rows = torch.arange(lane, self.num_rows, self.rows_per_step)
+            lanes[: len(rows), lane] = rows[torch.randperm(len(rows), generator=generator)]
+        return lanes
+
+
+def micro_batches(rows: list[int], micro_rows: int, *, rank: int, world_size: int) -> list[list[int]]:
+    """Returns this rank's share of a step's rows, in micro batches; every rank gets equally many."""
+    share = len(rows) // world_size
+    mine = rows[rank * share : (rank + 1) * share]
+    return [mine[start : start + micro_rows] for start in range(0, share, micro_rows)]

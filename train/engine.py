@@ -1,0 +1,229 @@
+"""The only file that knows deepspeed: processes, the engine, gradients, weights and state of any ZeRO stage."""
+
+import logging
+import os
+import socket
+import warnings
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtp import UserError
+from train.config import Config, read_deepspeed
+from train.objective import Objective
+
+OWNED = {
+    "optimizer": "optimizer.learning_rate, weight_decay and betas",
+    "scheduler": "optimizer.warmup_fraction and min_lr_fraction",
+    "fp16": "dtype (float32 or bfloat16)",
+}
+
+
+class Ranks:
+    """The processes of the run: rank, world size, and the few collectives the trainer needs."""
+
+    def __init__(self, device: str) -> None:
+        """Joins the launcher's processes, or makes a group of one where there is no launcher.
+
+        Raises:
+            UserError: the processes cannot reach each other.
+        """
+        deepspeed.utils.logger.setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        # gloo alone is enough on CPU; deepspeed would compile its own shared-memory kernels first.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "RANK" not in os.environ:
+            lonely = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+            os.environ.update(lonely, MASTER_PORT=str(_free_port()))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if device == "cuda":
+            torch.cuda.set_device(local_rank)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            local_size = int(os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"]))
+            torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
+        try:
+            deepspeed.init_distributed("nccl" if device == "cuda" else "gloo", verbose=False)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"the {os.environ['WORLD_SIZE']} processes could not join ({error}); see the launcher's flags") from error
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Returns the sum over ranks."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: list[float]) -> list[float]:
+        """Returns the largest of each value over ranks."""
+        return self._reduce(torch.tensor(values, dtype=torch.float64, device=self.device), dist.ReduceOp.MAX).tolist()
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        self.max([0.0])
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _reduce(self, values: Tensor, operation: Any) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values, op=operation)
+        return values
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def accumulation(config: Config, world_size: int) -> int:
+    """Returns micro batches per optimizer step and rank.
+
+    Raises:
+        UserError: the global batch does not divide over the ranks.
+    """
+    steps = config.steps
+    if steps.rows_per_step % (steps.micro_rows * world_size):
+        raise UserError(
+            f"steps.rows_per_step = {steps.rows_per_step} is not a multiple of steps.micro_rows = {steps.micro_rows} "
+            f"times {world_size} processes; change one of the three"
+        )
+    return steps.rows_per_step // (steps.micro_rows * world_size)
+
+
+def engine_settings(config: Config, world_size: int) -> dict[str, Any]:
+    """Returns the deepspeed config of a run: the user's, completed by what the run's own config says.
+
+    Raises:
+        UserError: the two contradict each other, or the user's sets what the run's config owns.
+    """
+    settings = read_deepspeed(config.deepspeed)
+    for key, owner in OWNED.items():
+        if key in settings and settings[key] not in (None, {}, {"enabled": False}):
+            raise UserError(f"deepspeed config: {key!r} is set by the run's own config ({owner}); remove it")
+    ours = {
+        "train_batch_size": ("steps.rows_per_step", config.steps.rows_per_step),
+        "train_micro_batch_size_per_gpu": ("steps.micro_rows", config.steps.micro_rows),
+        "gradient_accumulation_steps": (
+            f"steps.rows_per_step / (steps.micro_rows * {world_size} processes)",
+            accumulation(config, world_size),
+        ),
+        "gradient_clipping": ("optimizer.gradient_clip", config.optimizer.gradient_clip or 0.0),
+    }
+    for key, (owner, value) in ours.items():
+        theirs = settings.get(key, "auto")
+        if theirs not in ("auto", value):
+            raise UserError(
+                f"deepspeed config: {key} is {theirs!r}, but {owner} makes it {value}; remove it there, or make them agree"
+            )
+        settings[key] = value
+    bfloat16 = config.dtype == "bfloat16"
+    if settings.get("bf16", {}).get("enabled", bfloat16) not in (bfloat16, "auto"):
+        raise UserError(f"deepspeed config: bf16.enabled contradicts dtype = {config.dtype}; remove it there")
+    settings["bf16"] = {**settings.get("bf16", {}), "enabled": bfloat16}
+    settings.setdefault("zero_allow_untested_optimizer", True)
+    settings.setdefault("zero_force_ds_cpu_optimizer", False)
+    settings.setdefault("steps_per_print", 10**9)
+    return settings
+
+
+class Engine:
+    """The deepspeed engine around the objective."""
+
+    def __init__(self, config: Config, objective: Objective, ranks: Ranks) -> None:
+        """Makes optimizer and engine.
+
+        Raises:
+            UserError: deepspeed refuses the settings; its message is passed on.
+        """
+        self.accumulation = accumulation(config, ranks.world_size)
+        settings = engine_settings(config, ranks.world_size)
+        self.stage = settings.get("zero_optimization", {}).get("stage", 0)
+        options = config.optimizer
+        optimizer = torch.optim.AdamW(
+            _parameter_groups(objective, options.weight_decay), lr=options.learning_rate, betas=options.betas
+        )
+        try:
+            self._engine, self._optimizer, _, _ = deepspeed.initialize(
+                model=objective, optimizer=optimizer, config=settings, dist_init_required=False
+            )
+        except (ValueError, TypeError, AssertionError, KeyError, NotImplementedError) as error:
+            raise UserError(f"deepspeed refused its settings: {' '.join(str(error).split())[:400]}") from error
+        self._engine.train()
+
+    @property
+    def stack(self) -> Any:
+        """Returns the modules, for forwards without gradient."""
+        return self._engine.module.stack
+
+    def micro_step(self, inputs: tuple[Tensor, ...], scales: Tensor) -> Tensor:
+        """Runs forward and backward of one micro batch and, at the last of a step, the optimizer.
+
+        Returns:
+            The statistics of :meth:`Objective.forward`, [3, k].
+        """
+        loss, statistics = self._engine(*inputs, scales)
+        self._engine.backward(loss)
+        if self._engine.is_gradient_accumulation_boundary():
+            self._norm = self._norm_before_step()
+        self._engine.step()
+        return statistics
+
+    def set_learning_rate(self, value: float) -> None:
+        """Sets the learning rate of the next step."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = value
+
+    @property
+    def gradient_norm(self) -> float:
+        """Returns the norm of the last step's gradient, before clipping."""
+        known = self._engine.get_global_grad_norm()
+        return float(self._norm if known is None else known)
+
+    def _norm_before_step(self) -> float:
+        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients)) if self.stage == 0 else 0.0
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """Returns the stack's state dict in full shapes on rank 0 (None elsewhere); every rank must call it."""
+        rank, collected = dist.get_rank(), {}
+        for name, tensor in self.stack.state_dict(keep_vars=True).items():
+            partitioned = [tensor] if hasattr(tensor, "ds_id") else []
+            with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
+                if rank == 0:
+                    collected[name] = tensor.detach().to("cpu", copy=True)
+        return collected if rank == 0 else None
+
+    def save_state(self, folder: Path) -> None:
+        """Writes what a resume needs (every rank its part); every rank must call it."""
+        self._engine.save_checkpoint(str(folder), tag="state", save_latest=False)
+
+    def load_state(self, folder: Path) -> None:
+        """Restores a saved state; every rank must call it.
+
+        Raises:
+            UserError: the files are damaged or of another ZeRO stage.
+        """
+        try:
+            loaded, _ = self._engine.load_checkpoint(str(folder), tag="state")
+        except Exception as error:  # whatever a damaged file makes of torch.load
+            raise UserError(f"{folder}: the saved state cannot be read ({str(error)[:200]}); remove that folder") from error
+        if loaded is None:
+            raise UserError(f"{folder}: the saved state is incomplete; remove that folder to use an earlier one")
+
+
+def _parameter_groups(objective: Objective, weight_decay: float) -> list[dict[str, Any]]:
+    matrices = [parameter for parameter in objective.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in objective.parameters() if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that a checkpoint's provenance adds."""
+    return {"deepspeed": deepspeed.__version__}

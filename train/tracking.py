@@ -1,0 +1,126 @@
+"""Where figures go: ``log.jsonl`` always, a bar or plain lines for people, wandb when it is configured.
+
+Only rank 0 makes a tracker. wandb gets its own step metric, so a resumed run never loses points to
+its monotone counter.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from mtp import UserError
+from train.config import Config
+
+STEP = "train/step"
+
+
+class Tracker:
+    """Writes records of the run; a resumed run continues the same log and the same wandb run."""
+
+    def __init__(self, config: Config, *, resume_step: int, total_steps: int | None, wandb_id: str | None) -> None:
+        """Opens the log, cut back to the step that the run resumes from.
+
+        Raises:
+            UserError: the log cannot be written.
+        """
+        self.path = Path(config.output) / "log.jsonl"
+        try:
+            kept = [line for line in _lines(self.path) if line.get("step", 0) <= resume_step]
+            self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({error.strerror}); choose another output") from None
+        self._shown: dict[str, str] = {}
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=total_steps, initial=resume_step, desc="train", unit="step", dynamic_ncols=True)
+        self._wandb = _start_wandb(config, wandb_id) if config.wandb else None
+        self.wandb_id = self._wandb.id if self._wandb else None
+
+    def record(self, step: int, figures: dict[str, float]) -> None:
+        """Writes one record of a step."""
+        self._file.write(json.dumps({"step": step, **figures}) + "\n")
+        self._file.flush()
+        if self._wandb:
+            self._wandb.log({**figures, STEP: step})
+        self._shown |= _summary(figures)
+        if self._bar is not None:
+            self._bar.set_postfix(self._shown)
+        else:
+            self.say(f"step {step}: " + ", ".join(f"{name} {value}" for name, value in _summary(figures).items()))
+
+    def advance(self) -> None:
+        """Moves the bar by one step."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def say(self, text: str) -> None:
+        """Prints a line without breaking the bar."""
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Ends bar, log and wandb run."""
+        if self._bar is not None:
+            self._bar.close()
+        self._file.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def _summary(figures: dict[str, float]) -> dict[str, str]:
+    shown = {
+        "train/loss": ("loss", "{:.4f}"),
+        "eval/acceptance_length": ("acceptance length", "{:.3f}"),
+        "train/tokens_per_second": ("tokens/s", "{:.0f}"),
+    }
+    return {name: form.format(figures[key]) for key, (name, form) in shown.items() if key in figures}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue  # the half-written last line of a killed run
+    return lines
+
+
+def _start_wandb(config: Config, run_id: str | None) -> Any:
+    import wandb
+
+    assert config.wandb is not None
+    mode = config.wandb.mode or os.environ.get("WANDB_MODE") or None
+    if mode is None and not _has_key(wandb):
+        mode = "offline"
+        print(f"wandb: no key found, the run is logged offline in {config.output}/wandb (send it with `wandb sync`)")
+    try:
+        run = wandb.init(
+            project=config.wandb.project,
+            name=config.wandb.name,
+            id=run_id,
+            resume="allow" if run_id else None,
+            mode=mode,
+            dir=config.output,
+            config=config.model_dump(),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except (wandb.Error, OSError) as error:
+        raise UserError(f"wandb could not start ({error}); set wandb.mode: offline, or wandb: null") from None
+    run.define_metric(STEP)
+    run.define_metric("*", step_metric=STEP)
+    return run
+
+
+def _has_key(wandb: Any) -> bool:
+    try:
+        return bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
+    except Exception:  # a broken netrc, say: offline is the safe choice
+        return False
