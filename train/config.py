@@ -3,6 +3,7 @@
 Every key is known; a misspelt one is refused with the nearest valid name.
 """
 
+import contextlib
 import difflib
 import importlib.resources
 import json
@@ -121,10 +122,8 @@ class Config(Section):
 def resource(name: str) -> Path | None:
     """Returns a file that ships in ``configs/``, in the checkout or the installed package; None if not there."""
     folders = [Path(mtp.__file__).resolve().parent.parent / "configs"]
-    try:
+    with contextlib.suppress(ModuleNotFoundError):  # a checkout that is not installed
         folders.insert(0, Path(str(importlib.resources.files("mtp.configs"))))
-    except ModuleNotFoundError:
-        pass  # a checkout that is not installed
     for folder in folders:
         if (path := folder / name).is_file():
             return path

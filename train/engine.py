@@ -48,7 +48,8 @@ class Ranks:
         try:
             deepspeed.init_distributed("nccl" if device == "cuda" else "gloo", verbose=False)
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"the {os.environ['WORLD_SIZE']} processes could not join ({error}); see the launcher's flags") from error
+            size = os.environ["WORLD_SIZE"]
+            raise UserError(f"the {size} processes could not join ({error}); see the launcher's flags") from error
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
@@ -119,7 +120,8 @@ def engine_settings(config: Config, world_size: int) -> dict[str, Any]:
         theirs = settings.get(key, "auto")
         if theirs not in ("auto", value):
             raise UserError(
-                f"deepspeed config: {key} is {theirs!r}, but {owner} makes it {value}; remove it there, or make them agree"
+                f"deepspeed config: {key} is {theirs!r}, but {owner} makes it {value}; remove it there, or make "
+                "them agree"
             )
         settings[key] = value
     bfloat16 = config.dtype == "bfloat16"
@@ -212,7 +214,8 @@ class Engine:
         try:
             loaded, _ = self._engine.load_checkpoint(str(folder), tag="state")
         except Exception as error:  # whatever a damaged file makes of torch.load
-            raise UserError(f"{folder}: the saved state cannot be read ({str(error)[:200]}); remove that folder") from error
+            reason = str(error)[:200]
+            raise UserError(f"{folder}: the saved state cannot be read ({reason}); remove that folder") from error
         if loaded is None:
             raise UserError(f"{folder}: the saved state is incomplete; remove that folder to use an earlier one")
 

@@ -45,7 +45,14 @@ class Replay:
     """The held-out records, batched once, each alone in its row."""
 
     def __init__(
-        self, records: list[Record], report: ReadReport, target: Target, *, target_hidden: str, chunk_rows: int, keep: bool
+        self,
+        records: list[Record],
+        report: ReadReport,
+        target: Target,
+        *,
+        target_hidden: str,
+        chunk_rows: int,
+        keep: bool,
     ) -> None:
         """Keeps the records that have an answer to replay.
 
@@ -85,9 +92,7 @@ class Replay:
         return batches
 
     @torch.no_grad()
-    def _replay_batch(
-        self, number: int, batch: list[Record], stack: MTPStack, device: torch.device
-    ) -> AcceptanceStats:
+    def _replay_batch(self, number: int, batch: list[Record], stack: MTPStack, device: torch.device) -> AcceptanceStats:
         stats = AcceptanceStats(stack.contract.num_modules)
         shortest = stack.contract.num_modules + 2  # so that every module runs on every rank
         length = max([shortest, *(len(record.token_ids) for record in batch)])

@@ -88,7 +88,10 @@ class Renderer:
             Unusable: the template refuses these messages, or there is no assistant turn.
         """
         if not getattr(self.tokenizer, "chat_template", None):
-            raise UserError(f"the tokenizer of target {self.target.name!r} has no chat template, but the data has messages")
+            raise UserError(
+                f"the tokenizer of target {self.target.name!r} has no chat template, but the data has messages; give "
+                "prompt_ids and response_ids, or add the template"
+            )
         whole = self._render(messages, prompt=False)
         learn, answer_start = [False] * len(whole), None
         for turn, message in enumerate(messages):
@@ -142,7 +145,8 @@ def read_records(path: str, target: Target) -> tuple[list[Record], ReadReport]:
     if not records:
         named = "; ".join(report.first_skipped) or "the file is empty"
         raise UserError(
-            f"{path}: no usable line ({named}); each line must be JSON with prompt_ids and response_ids, messages, or text"
+            f"{path}: no usable line ({named}); each line must be JSON with prompt_ids and response_ids, messages, "
+            "or text"
         )
     return records, report
 

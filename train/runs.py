@@ -1,9 +1,9 @@
 """The run's folder: config, module checkpoints, states to resume from; each complete or not there.
 
-    <output>/config.json          the settings of the run
-    <output>/log.jsonl            one record a line
-    <output>/step-N/, final/      modules only: what mtp-infer and any other reader load
-    <output>/state/step-N/        deepspeed's state and state.json: what a rerun resumes from
+<output>/config.json          the settings of the run
+<output>/log.jsonl            one record a line
+<output>/step-N/, final/      modules only: what mtp-infer and any other reader load
+<output>/state/step-N/        deepspeed's state and state.json: what a rerun resumes from
 """
 
 import json
@@ -20,7 +20,7 @@ from train.engine import Engine, Ranks
 KEEP = 2
 STATE_FILE = "state.json"
 # What may differ between a run and its continuation.
-FREE = {
+FREE: Any = {
     "device": True,
     "log_every": True,
     "evaluate_every": True,
@@ -75,7 +75,7 @@ class RunFolder:
 
     def newest_state(self) -> Path | None:
         """Returns the newest complete state."""
-        return self._newest_first(self.states, STATE_FILE)[0] if self._newest_first(self.states, STATE_FILE) else None
+        return next(iter(self._newest_first(self.states, STATE_FILE)), None)
 
     def read_state(self, folder: Path) -> dict[str, Any]:
         """Returns a state's small facts.
@@ -85,19 +85,32 @@ class RunFolder:
         """
         try:
             facts = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-            facts = {"elapsed": float(facts["elapsed"]), "tokens": int(facts["tokens"]), "step": int(facts["step"])} | {
-                "world_size": facts["world_size"], "wandb_id": facts.get("wandb_id")
+            facts = {
+                "step": int(facts["step"]),
+                "tokens": int(facts["tokens"]),
+                "elapsed": float(facts["elapsed"]),
+                "world_size": int(facts["world_size"]),
+                "wandb_id": facts.get("wandb_id"),
             }
         except (OSError, ValueError, KeyError, TypeError):
-            raise UserError(f"{folder / STATE_FILE}: damaged; remove {folder} to resume from an earlier state") from None
+            raise UserError(
+                f"{folder / STATE_FILE}: damaged; remove {folder} to resume from an earlier state"
+            ) from None
         if facts["world_size"] != self.ranks.world_size:
             raise UserError(
-                f"{folder}: written by {facts['world_size']} processes, this run has {self.ranks.world_size}; start as many"
+                f"{folder}: written by {facts['world_size']} processes, this run has {self.ranks.world_size}; "
+                "start as many"
             )
         return facts
 
     def save(
-        self, name: str, engine: Engine, contract: Contract, target: Target, facts: dict[str, Any], training: dict[str, Any]
+        self,
+        name: str,
+        engine: Engine,
+        contract: Contract,
+        target: Target,
+        facts: dict[str, Any],
+        training: dict[str, Any],
     ) -> None:
         """Writes the state, then the modules under ``name``; every rank must call it.
 

@@ -97,7 +97,7 @@ def _start_wandb(config: Config, run_id: str | None) -> Any:
     import wandb
 
     assert config.wandb is not None
-    mode = config.wandb.mode or os.environ.get("WANDB_MODE") or None
+    mode: Any = config.wandb.mode or os.environ.get("WANDB_MODE") or None
     if mode is None and not _has_key(wandb):
         mode = "offline"
         print(f"wandb: no key found, the run is logged offline in {config.output}/wandb (send it with `wandb sync`)")

@@ -79,7 +79,9 @@ class Trainer:
                 f"{modules.num_modules + 2}"
             )
         if data.row_length > self.target.context_length:
-            raise UserError(f"data.row_length = {data.row_length} exceeds the target's {self.target.context_length} tokens")
+            raise UserError(
+                f"data.row_length = {data.row_length} exceeds the target's context of {self.target.context_length} tokens"
+            )
         records, report = read_records(data.train, self.target)
         records = usable_records(records, data.row_length, data.supervise, report)
         self.reports: list[ReadReport] = [report]
@@ -117,13 +119,15 @@ class Trainer:
         self.trained_tokens, self.wandb_id = facts["tokens"], facts["wandb_id"]
 
     def run(self) -> None:
-        """Trains to the end, or until a signal or a limit; saves; raises :class:`UserError` on a loss that is not finite."""
+        """Trains to the end, or until a signal or a limit, and saves.
+
+        Raises:
+            UserError: the loss is not finite; the last checkpoint is kept.
+        """
         stop = StopSignal()
         tracker = None
         if self.ranks.rank == 0:
-            tracker = Tracker(
-                self.config, resume_step=self.step, total_steps=self.total_steps, wandb_id=self.wandb_id
-            )
+            tracker = Tracker(self.config, resume_step=self.step, total_steps=self.total_steps, wandb_id=self.wandb_id)
             self.wandb_id = tracker.wandb_id
             self._introduce(tracker)
         try:
@@ -137,7 +141,8 @@ class Trainer:
         for report in self.reports:
             tracker.say(report.text())
         cells = ", ".join(f"module {index}: {count}" for index, count in enumerate(self.supervised, start=1))
-        tracker.say(f"{len(self.rows)} packed rows, {self.order.steps_per_epoch} steps an epoch; supervised cells: {cells}")
+        epoch = f"{len(self.rows)} packed rows, {self.order.steps_per_epoch} steps an epoch"
+        tracker.say(f"{epoch}; supervised cells: {cells}")
         if 0 in self.supervised:
             tracker.say("warning: a module without supervised cells is not trained; the records are too short for it")
         if self.step:
@@ -189,7 +194,8 @@ class Trainer:
             self._evaluate(tracker)
         self._save("final")
         if tracker:
-            tracker.say(f"done: {self.step} steps, {self.elapsed / 60:.1f} minutes, modules in {self.folder.path / 'final'}")
+            final = self.folder.path / "final"
+            tracker.say(f"done: {self.step} steps, {self.elapsed / 60:.1f} minutes, modules in {final}")
 
     def _step(self, rate: float) -> tuple[dict[str, float], int]:
         """Runs one optimizer step and returns its figures and the tokens of the global batch."""
@@ -248,7 +254,7 @@ class Trainer:
             "processes": self.ranks.world_size,
             "zero_stage": self.engine.stage,
             "config": self.config.model_dump(mode="json"),
-            "data": [{"file": report.path, "sha256": report.sha256, "records": report.records} for report in self.reports],
+            "data": [{"file": each.path, "sha256": each.sha256, "records": each.records} for each in self.reports],
             "versions": versions(),
         }
         self.folder.save(name, self.engine, self.contract, self.target, facts, training)

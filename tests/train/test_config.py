@@ -1,0 +1,71 @@
+import pytest
+
+from mtp import UserError
+from train.config import load_config
+from train.engine import engine_settings
+
+BASE = ["target=t", "output=o", "data.train=d"]
+
+
+def load(*overrides):
+    return load_config("tiny.yaml", [*BASE, *overrides])
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults():
+    config = load("steps.max_steps=9", "optimizer.learning_rate=1e-4", "output=123")
+    assert (config.steps.max_steps, config.optimizer.learning_rate, config.output) == (9, 1e-4, "123")
+    assert config.data.row_length == 32  # the file's
+    assert config.loss.beta == 0.6  # the default
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("optimizer.learning_rte=1", ["flag optimizer.learning_rte", "did you mean 'optimizer.learning_rate'"]),
+        ("learning_rate=1", ["unknown key 'learning_rate'", "'optimizer.learning_rate'"]),
+        ("steps.max_step=1", ["'steps.max_steps'"]),
+        ("wandb.projct=1", ["'wandb.project'"]),
+        ("xyzzy=1", ["valid keys are target"]),
+        ("steps.max_steps=soon", ["flag steps.max_steps", "integer", "'soon'"]),
+        ("steps.max_steps=0", ["steps.max_steps"]),
+        ("dtype=float16", ["dtype", "bfloat16"]),
+        ("steps=5", ["steps"]),
+        ("seed.x=5", ["'seed' is a single value"]),
+        ("novalue", ["expected dotted.key=value"]),
+        ("seed=[1", ["not YAML"]),
+    ],
+)
+def test_a_wrong_flag_is_named(flag, said):
+    overrides = ["seed=1", flag] if flag.startswith("seed.") else [flag]
+    with pytest.raises(UserError) as error:
+        load(*overrides)
+    assert all(part in str(error.value) for part in said), str(error.value)
+
+
+def test_a_wrong_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.yaml"):
+        load_config("nowhere.yaml", [])
+    for text, said in {"a: [": "YAML", "- 1": "expected settings", "target: t\nstep: {}\n": "'steps'"}.items():
+        path = tmp_path / "x.yaml"
+        path.write_text(text)
+        with pytest.raises(UserError, match=said) as error:
+            load_config(str(path), [])
+        assert "x.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["train_batch_size: 5", "train_micro_batch_size_per_gpu: 3", "gradient_accumulation_steps: 7", "optimizer: {type: Adam}"],
+)
+def test_a_deepspeed_config_that_contradicts_the_run_is_refused(setting):
+    with pytest.raises(UserError, match=setting.split(":")[0]):
+        engine_settings(load(f"deepspeed={{{setting}}}"), 1)
+
+
+def test_batch_must_divide_over_ranks_and_shipped_stages_are_read():
+    with pytest.raises(UserError, match="rows_per_step"):
+        engine_settings(load(), 3)
+    for stage in range(4):
+        settings = engine_settings(load(f"deepspeed=deepspeed/zero{stage}.json"), 2)
+        assert settings["zero_optimization"]["stage"] == stage
+        assert settings["gradient_accumulation_steps"] == 1

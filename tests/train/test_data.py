@@ -1,0 +1,143 @@
+import json
+
+import pytest
+import torch
+
+from mtp import UserError, alignment
+from tests.builders import make_target
+from tests.infer.conftest import save_tokenizer
+from train.data import FILL, Order, draft_vocabulary, micro_batches, pack, usable_records
+from train.records import Record, read_records
+
+GOOD = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9]}
+
+
+def write(path, *lines):
+    path.write_bytes(b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines))
+    return str(path)
+
+
+def test_broken_lines_are_skipped_counted_and_named(tmp_path):
+    target = make_target()
+    path = write(
+        tmp_path / "d.jsonl",
+        b"\xef\xbb\xbf" + json.dumps(GOOD | {"extra": None, "messages": 3}).encode() + b"\n",
+        b"{broken\n",
+        b"\xff\xfe\n",
+        b"\n",
+        {"prompt_ids": [1], "response_ids": [True]},
+        {"prompt_ids": [1], "response_ids": [10**6]},
+        {"prompt_ids": [1], "response_ids": []},
+        {"prompt_ids": [1]},
+        [1],
+        {"other": "中文🙂"},
+        GOOD,
+    )
+    records, report = read_records(path, target)
+    assert [record.token_ids for record in records] == [[5, 6, 7, 8, 9]] * 2
+    assert records[0].learn == [False, False, True, True, True]
+    assert report.skipped.total() == 8
+    assert report.first_skipped[0] == f"{path}:2: not JSON"
+    assert len(report.first_skipped) == 3
+    assert "8 lines skipped" in report.text()
+
+
+def test_no_usable_line_or_no_file_is_an_error(tmp_path):
+    target = make_target()
+    with pytest.raises(UserError, match=r"empty\.jsonl.*empty"):
+        read_records(write(tmp_path / "empty.jsonl"), target)
+    with pytest.raises(UserError, match="1: not JSON"):
+        read_records(write(tmp_path / "x.jsonl", b"nothing\n"), target)
+    with pytest.raises(UserError, match=r"none\.jsonl"):
+        read_records(str(tmp_path / "none.jsonl"), target)
+    with pytest.raises(UserError, match="no usable tokenizer"):
+        read_records(write(tmp_path / "t.jsonl", {"text": "hello"}), target)
+
+
+def chat_target(tmp_path, template=None):
+    save_tokenizer(tmp_path, **({"template": template} if template else {}))
+    target = make_target(vocab_size=120, eos_token_id=3)
+    target.name = str(tmp_path)
+    return target
+
+
+def test_every_assistant_turn_is_supervised(tmp_path):
+    turns = [("system", "s"), ("user", "ab"), ("assistant", "cd"), ("user", "e"), ("assistant", "f"), ("user", "g")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    folded = {"system": "s", "messages": messages[1:]}
+    target = chat_target(tmp_path)
+    for line in ({"messages": messages}, folded):
+        (record,), _ = read_records(write(tmp_path / "m.jsonl", line), target)
+        letters = [chr(token - 4 + 32) if token > 3 else f"<{token}>" for token in record.token_ids]
+        supervised = "".join(l for l, learn in zip(letters, record.learn, strict=True) if learn)
+        assert supervised == "cd<3>f<3>"
+    _, report = read_records(
+        write(
+            tmp_path / "m.jsonl",
+            folded,
+            {"messages": [{"role": "assistant", "content": None}]},
+            {"messages": [{"role": "user", "content": "x"}]},
+            {"messages": []},
+        ),
+        target,
+    )
+    assert report.skipped.total() == 3
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    template = "{% for m in messages %}{{ messages|length }}{{ m['content'] }}{% endfor %}"
+    target = chat_target(tmp_path, template)
+    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with pytest.raises(UserError, match="chat template"):
+        read_records(write(tmp_path / "m.jsonl", line), target)
+
+
+def records_of(*lengths):
+    return [Record(list(range(3, 3 + n)), [False] + [True] * (n - 1), 1) for n in lengths]
+
+
+def test_packing_keeps_whole_documents_apart_and_pads_by_length():
+    records = records_of(7, 3, 9, 4, 2, 12, 5)
+    rows = pack(records, 12, seed=1)
+    found = []
+    for tokens, documents in zip(rows.tokens, rows.documents, strict=True):
+        real = documents != alignment.PADDING
+        assert (documents[real].diff() >= 0).all()
+        assert not real.int().diff().gt(0).any()  # padding only at the end
+        found += [tokens[documents == number].tolist() for number in documents[real].unique()]
+    assert sorted(found) == sorted(record.token_ids for record in records)
+    assert not rows.loss_mask[rows.documents == alignment.PADDING].any()
+    assert rows.loss_mask.sum() == sum(sum(record.learn) for record in records)
+
+
+def test_long_records_are_cut_and_counted_and_useless_ones_dropped(tmp_path):
+    records, report = read_records(write(tmp_path / "d.jsonl", GOOD, {"prompt_ids": [1] * 9, "response_ids": [2]}), make_target())
+    usable = usable_records(records, 4, "assistant", report)
+    assert [record.token_ids for record in usable] == [[5, 6, 7, 8]]
+    assert report.cut == 2
+    assert report.skipped.total() == 1
+    assert len(usable_records(records, 4, "all", report)) == 2
+    with pytest.raises(UserError, match="row_length"):
+        usable_records(records, 2, "assistant", report)
+
+
+def test_every_row_once_per_epoch_for_any_number_of_ranks():
+    order = Order(11, 4, seed=3)
+    epochs = [[row for step in range(3) for row in order.step(3 * epoch + step)] for epoch in range(2)]
+    for epoch in epochs:
+        assert sorted(row for row in epoch if row != FILL) == list(range(11))
+    assert epochs[0] != epochs[1]
+    assert Order(11, 4, seed=3).step(4) == order.step(4)  # a resume sees the same rows
+    step = order.step(1)
+    for world in (1, 2):
+        shares = [micro_batches(step, 2, rank=rank, world_size=world) for rank in range(world)]
+        assert len({len(share) for share in shares}) == 1
+        assert sorted(row for share in shares for micro in share for row in micro) == sorted(step)
+
+
+def test_draft_vocabulary_is_the_most_frequent_ids_and_every_eos():
+    target = make_target(eos_token_id=[2, 60])
+    records = [Record([7, 7, 5, 5, 9, 8], [True] * 5 + [False], 1)]
+    assert draft_vocabulary(records, 2, target) == (2, 5, 7, 60)
+    assert draft_vocabulary(records, None, target) is None
+    assert torch.tensor(draft_vocabulary(records, 60, target)).max() == 60
