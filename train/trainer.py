@@ -80,7 +80,7 @@ class Trainer:
             )
         if data.row_length > self.target.context_length:
             raise UserError(
-                f"data.row_length = {data.row_length} exceeds the target's context of {self.target.context_length} tokens"
+                f"data.row_length = {data.row_length} exceeds the target's {self.target.context_length} positions"
             )
         records, report = read_records(data.train, self.target)
         records = usable_records(records, data.row_length, data.supervise, report)

@@ -55,7 +55,12 @@ def test_a_wrong_file_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     "setting",
-    ["train_batch_size: 5", "train_micro_batch_size_per_gpu: 3", "gradient_accumulation_steps: 7", "optimizer: {type: Adam}"],
+    [
+        "train_batch_size: 5",
+        "train_micro_batch_size_per_gpu: 3",
+        "gradient_accumulation_steps: 7",
+        "optimizer: {type: Adam}",
+    ],
 )
 def test_a_deepspeed_config_that_contradicts_the_run_is_refused(setting):
     with pytest.raises(UserError, match=setting.split(":")[0]):

@@ -50,6 +50,7 @@ def test_no_usable_line_or_no_file_is_an_error(tmp_path):
         read_records(write(tmp_path / "x.jsonl", b"nothing\n"), target)
     with pytest.raises(UserError, match=r"none\.jsonl"):
         read_records(str(tmp_path / "none.jsonl"), target)
+    target.name = str(tmp_path)
     with pytest.raises(UserError, match="no usable tokenizer"):
         read_records(write(tmp_path / "t.jsonl", {"text": "hello"}), target)
 
@@ -69,7 +70,7 @@ def test_every_assistant_turn_is_supervised(tmp_path):
     for line in ({"messages": messages}, folded):
         (record,), _ = read_records(write(tmp_path / "m.jsonl", line), target)
         letters = [chr(token - 4 + 32) if token > 3 else f"<{token}>" for token in record.token_ids]
-        supervised = "".join(l for l, learn in zip(letters, record.learn, strict=True) if learn)
+        supervised = "".join(letter for letter, learn in zip(letters, record.learn, strict=True) if learn)
         assert supervised == "cd<3>f<3>"
     _, report = read_records(
         write(
@@ -111,7 +112,9 @@ def test_packing_keeps_whole_documents_apart_and_pads_by_length():
 
 
 def test_long_records_are_cut_and_counted_and_useless_ones_dropped(tmp_path):
-    records, report = read_records(write(tmp_path / "d.jsonl", GOOD, {"prompt_ids": [1] * 9, "response_ids": [2]}), make_target())
+    records, report = read_records(
+        write(tmp_path / "d.jsonl", GOOD, {"prompt_ids": [1] * 9, "response_ids": [2]}), make_target()
+    )
     usable = usable_records(records, 4, "assistant", report)
     assert [record.token_ids for record in usable] == [[5, 6, 7, 8]]
     assert report.cut == 2
