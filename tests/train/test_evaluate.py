@@ -1,0 +1,91 @@
+import itertools
+
+import pytest
+import torch
+
+from mtp import UserError
+from mtp.cache import Packed
+from tests.builders import make_stack, make_target
+from train.data import pack
+from train.evaluate import Replay, draft_choices, stats_from_tensor, stats_record, stats_tensor
+from train.records import ReadReport, Record
+from train.trainer import learning_rate
+
+
+def make_replay(records, target, **more):
+    return Replay(
+        records, ReadReport("heldout"), target, target_hidden="post_norm", chunk_rows=4, **{"keep": True} | more
+    )
+
+
+def random_record(n, prompt, seed):
+    tokens = torch.randint(0, 61, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Record(tokens, [place >= prompt for place in range(n)], prompt)
+
+
+def test_replay_walks_the_modules_own_choices_record_by_record():
+    target = make_target()
+    stack = make_stack(target, 3, draft_vocab=tuple(range(0, 61, 2)))
+    records = [random_record(n, prompt, n) for n, prompt in ((20, 5), (9, 1), (6, 4), (30, 12))]
+    # Make text that the modules half agree with: put their own choices where later rows read them.
+    for record in records:
+        for _ in range(3):
+            tokens = torch.tensor(record.token_ids)[None]
+            hidden = target.forward(tokens, Packed(torch.zeros_like(tokens)), target_hidden="post_norm").hidden
+            first = dict(stack.unroll(hidden, tokens, Packed(torch.zeros_like(tokens))))[1]
+            choice = stack.head.tokens(stack.head(first.final[0]).argmax(-1)).tolist()
+            for row in range(record.prompt_length, len(record.token_ids) - 2, 3):
+                record.token_ids[row + 2] = choice[row]
+    replay = make_replay(records, target)
+    runs = [replay.run(stack, rank=0, world_size=1, device=torch.device("cpu")) for _ in range(2)]
+    assert runs[0].summary() == runs[1].summary()  # kept hidden states change nothing
+    parts = [replay.run(stack, rank=rank, world_size=2, device=torch.device("cpu")) for rank in range(2)]
+    merged = stats_from_tensor(stats_tensor(parts[0]) + stats_tensor(parts[1]))
+    assert merged.summary() == runs[0].summary()
+    assert merged.accepted > 0
+
+    rounds = accepted = 0
+    for record in records:  # plain walk, module by module, over full logits
+        tokens = torch.tensor(record.token_ids)[None]
+        hidden = target.forward(tokens, Packed(torch.zeros_like(tokens)), target_hidden="post_norm").hidden
+        drafts = {
+            index: stack.head.tokens(stack.head(output.final[0]).argmax(-1)).tolist()
+            for index, output in stack.unroll(hidden, tokens, Packed(torch.zeros_like(tokens)))
+        }
+        last, end = record.prompt_length, len(record.token_ids) - 1
+        while last < end:
+            row, right = last - 1, 0
+            while right < min(3, end - last - 1) and drafts[right + 1][row] == record.token_ids[row + right + 2]:
+                right += 1
+            rounds, accepted, last = rounds + 1, accepted + right, last + right + 1
+    assert (merged.rounds, merged.accepted) == (rounds, accepted)
+    assert stats_record(merged)["eval/acceptance_length"] == 1 + accepted / rounds
+
+
+def test_only_wanted_rows_get_a_choice():
+    target = make_target()
+    stack = make_stack(target, 3)
+    rows = pack([random_record(9, 3, 0)], 12, 0)
+    wanted = torch.zeros(1, 12, dtype=torch.bool)
+    wanted[0, 4:8] = True
+    hidden = target.forward(rows.tokens, Packed(rows.documents), target_hidden="post_norm").hidden
+    drafts = draft_choices(stack, rows, hidden, wanted, 3)
+    assert (drafts[0, 4:8] >= 0).all()
+    assert (drafts[0, :4] == -1).all()
+    assert (drafts[0, 8:] == -1).all()
+
+
+def test_heldout_without_answers_is_an_error():
+    with pytest.raises(UserError, match="heldout"):
+        make_replay([Record([1, 2, 3], [True] * 3, None), Record([1, 2, 3], [True] * 3, 2)], make_target())
+
+
+def test_learning_rate_warms_up_and_falls():
+    from train.config import load_config
+
+    config = load_config("tiny.yaml", ["optimizer.learning_rate=1", "optimizer.warmup_fraction=0.1"])
+    rates = [learning_rate(config, place / 100) for place in range(101)]
+    assert rates[5] == pytest.approx(0.5)
+    assert max(rates) == rates[10] == pytest.approx(1)
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates[10:]))
