@@ -82,10 +82,10 @@ def measure(way: str, rows: int, k: int, vocab: int, chunk_rows: int, device: st
     """Returns the MiB that one step needs beyond the weights (and their gradients' first allocation)."""
     objective, batch = build(rows, k, vocab, chunk_rows, device)
     if device == "cuda":
-        before = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step(objective, batch, way)
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return (torch.cuda.max_memory_allocated() - allocated) / 2**20
     small = batch.take([0], device)
     step(objective, Rows(small.tokens[:, :16], small.documents[:, :16], small.loss_mask[:, :16]), "modules")  # warm-up
     before = _resident()
