@@ -6,6 +6,7 @@ conditional_i is survival_i / survival_{i-1}. Only tokens that were emitted coun
 beyond an end of sequence or a length limit is not an accepted token.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -80,7 +81,7 @@ class AcceptanceStats:
     def conditional(self) -> list[float]:
         """Returns conditional_1..conditional_d, 0 where no round got that far."""
         chain = [1.0, *self.survival()]
-        return [now / before if before else 0.0 for before, now in zip(chain, chain[1:], strict=False)]
+        return [now / before if before else 0.0 for before, now in itertools.pairwise(chain)]
 
     def summary(self) -> dict[str, Any]:
         """Returns the figures as plain numbers, for logs and JSON."""

@@ -5,6 +5,7 @@ the trainer writes it, the engine reads it, and code that loads weights assumes 
 """
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ class Contract:
     def _check_draft_vocab(ids: tuple[int, ...]) -> None:
         if not ids or any(type(token) is not int or token < 0 for token in ids):
             raise UserError("contract field 'draft_vocab': expected a non-empty list of token ids")
-        if any(low >= high for low, high in zip(ids, ids[1:], strict=False)):
+        if any(low >= high for low, high in itertools.pairwise(ids)):
             raise UserError("contract field 'draft_vocab': token ids must be ascending, each once")
 
     @classmethod
