@@ -73,9 +73,7 @@ class AcceptanceStats:
 
     def survival(self) -> list[float]:
         """Returns survival_1..survival_d: shares of all rounds, non-increasing; they sum to accepted / rounds."""
-        at_least = [
-            sum(n for a, n in self.rounds_by_accepted.items() if a >= i) for i in range(1, self.num_drafts + 1)
-        ]
+        at_least = [sum(n for a, n in self.rounds_by_accepted.items() if a >= i) for i in range(1, self.num_drafts + 1)]
         return [count / self.rounds if self.rounds else 0.0 for count in at_least]
 
     def conditional(self) -> list[float]:

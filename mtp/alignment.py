@@ -155,9 +155,7 @@ def matches_with_text(drafts: Tensor, tokens: Tensor) -> list[int]:
     return right.long().cumprod(dim=1).sum(dim=1).tolist()
 
 
-def walk_rounds(
-    leading_matches: list[int], prompt_length: int, length: int, num_drafts: int
-) -> list[tuple[int, int]]:
+def walk_rounds(leading_matches: list[int], prompt_length: int, length: int, num_drafts: int) -> list[tuple[int, int]]:
     """Walks a text as decoding would and returns ``(accepted, proposed)`` drafts of every round.
 
     Args:

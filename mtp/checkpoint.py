@@ -67,7 +67,9 @@ def save_checkpoint(
         os.replace(partial, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"{folder}: checkpoint could not be written ({error}); earlier checkpoints are intact") from error
+        raise UserError(
+            f"{folder}: checkpoint could not be written ({error}); earlier checkpoints are intact"
+        ) from error
 
 
 def sync_files(folder: Path) -> None:

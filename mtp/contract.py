@@ -58,7 +58,9 @@ class Contract:
         if type(self.num_modules) is not int or self.num_modules < 1:
             raise UserError(f"contract field 'num_modules': {self.num_modules!r} is not a whole number of at least 1")
         if type(self.mask_first_embedding) is not bool:
-            raise UserError(f"contract field 'mask_first_embedding': {self.mask_first_embedding!r} is not true or false")
+            raise UserError(
+                f"contract field 'mask_first_embedding': {self.mask_first_embedding!r} is not true or false"
+            )
         if self.draft_vocab is not None:
             self._check_draft_vocab(self.draft_vocab)
 

@@ -32,7 +32,12 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-GEMMA2 = {"sliding_window": WINDOW, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 4.0, "tie_word_embeddings": True}
+GEMMA2 = {
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 8,
+    "attn_logit_softcapping": 4.0,
+    "tie_word_embeddings": True,
+}
 # Name -> (config class, what differs). The modules' block is the target's last layer, so both kinds end a stack here.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -78,7 +83,9 @@ def make_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
     return model.eval()
 
 
-def make_target(family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Target:
+def make_target(
+    family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Target:
     """Returns the target of :func:`make_model`."""
     return Target(make_model(family, dtype=dtype, seed=seed, **overrides), f"tiny-{family}-{seed}")
 
