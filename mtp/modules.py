@@ -8,7 +8,7 @@ Shapes: B sequences, R rows, H hidden size.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class MTPStack(nn.Module):
         """
         if not 1 <= index <= len(self.layers):
             raise UserError(f"module {index} does not exist: the checkpoint has modules 1..{len(self.layers)}")
-        module, target, contract = self.layers[index - 1], self.target, self.contract
+        module, target, contract = cast(MTPModule, self.layers[index - 1]), self.target, self.contract
         dtype = module.eh_proj.weight.dtype
         embedded = target.embed(tokens).to(dtype)
         if contract.mask_first_embedding:

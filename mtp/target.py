@@ -12,7 +12,7 @@ import copy
 import inspect
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -79,7 +79,7 @@ class Head:
 class Target:
     """A frozen causal LM. Not an ``nn.Module``, so no optimizer, engine or state dict can reach its weights."""
 
-    def __init__(self, model: nn.Module, name: str) -> None:
+    def __init__(self, model: Any, name: str) -> None:
         """Wraps a loaded transformers model and proves on a probe that the adapter equals it.
 
         Raises:
@@ -126,7 +126,7 @@ class Target:
             model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
         except LOAD_ERRORS as error:
             raise UserError(_load_message(name, error)) from None
-        return cls(model.to(device), name)
+        return cls(cast(Any, model).to(device), name)
 
     @property
     def device(self) -> torch.device:
@@ -245,7 +245,7 @@ class Target:
             hook.remove()
         packed = self.forward(tokens, Packed(torch.zeros_like(tokens)), target_hidden="post_norm")
         tables = [CellTable(1) for _ in self.layer_types]
-        pieces = []
+        pieces: list[Tensor] = []
         for piece in tokens.split(4, dim=1):
             rows = alignment.verify_rows(torch.tensor([sum(p.shape[1] for p in pieces) - 1]), piece.shape[1] - 1)
             cells = Cells(tables, rows.to(self.device), slice(0, 1), int(rows.max()) + 1)

@@ -3,9 +3,7 @@
 Every key is known; a misspelt one is refused with the nearest valid name.
 """
 
-import contextlib
 import difflib
-import importlib.resources
 import json
 import types
 import typing
@@ -16,8 +14,8 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-import mtp
 from mtp import Contract, UserError
+from mtp.resources import resource
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -117,17 +115,6 @@ class Config(Section):
     checkpoint_every: PositiveInt | None = None
     deepspeed: str | dict[str, Any] | None = None
     wandb: Wandb | None = None
-
-
-def resource(name: str) -> Path | None:
-    """Returns a file that ships in ``configs/``, in the checkout or the installed package; None if not there."""
-    folders = [Path(mtp.__file__).resolve().parent.parent / "configs"]
-    with contextlib.suppress(ModuleNotFoundError):  # a checkout that is not installed
-        folders.insert(0, Path(str(importlib.resources.files("mtp.configs"))))
-    for folder in folders:
-        if (path := folder / name).is_file():
-            return path
-    return None
 
 
 def find_file(name: str, what: str) -> Path:
