@@ -1,5 +1,6 @@
 """Files that ship with the toolkit, from a checkout or an installed package."""
 
+import contextlib
 import importlib.resources
 from pathlib import Path
 
