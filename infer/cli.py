@@ -22,6 +22,7 @@ from infer.requests import Completion, Request
 from mtp import MTPStack, Target, UserError
 from mtp.acceptance import AcceptanceStats
 from mtp.checkpoint import load_checkpoint, read_provenance
+from mtp.errors import first_line
 from mtp.target import DTYPES
 
 
@@ -124,7 +125,7 @@ def _load(args: argparse.Namespace) -> tuple[Target, MTPStack | None]:
     try:
         target = Target.load(name, dtype=args.dtype, device=args.device)
     except (RuntimeError, AssertionError) as error:  # torch's words for a device that is not there
-        raise UserError(f"device {args.device!r}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"device {args.device!r}: {first_line(error)}") from None
     return target, None if checkpoint is None else load_checkpoint(checkpoint, target)
 
 
@@ -137,7 +138,7 @@ def _read(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[
     if args.prompts:
         result = read_prompt_file(args.prompts, tokenizer, raw=args.raw)
     else:
-        result = read_prompts(sys.stdin, "standard input", tokenizer, raw=args.raw)
+        result = read_prompts(sys.stdin.buffer, "standard input", tokenizer, raw=args.raw)
         if not result.prompts:
             problem = f"; {result.problems[0]}" if result.problems else ""
             raise UserError(f"no prompt: give --prompt, --prompts, or lines on standard input{problem}")

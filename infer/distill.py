@@ -15,6 +15,7 @@ from infer.engine import Engine
 from infer.prompts import Prompt
 from infer.requests import Completion, Request
 from mtp import Target, UserError
+from mtp.files import append_line, open_lines, write_atomic
 
 SETTINGS_SUFFIX = ".settings.json"
 
@@ -33,7 +34,7 @@ def written_ids(output: Path, settings: dict[str, Any]) -> set[str]:
     settings_path = output.with_name(output.name + SETTINGS_SUFFIX)
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
-        settings_path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        write_atomic(settings_path, json.dumps(settings, indent=1) + "\n")
         output.touch()
         return set()
     try:
@@ -50,7 +51,7 @@ def written_ids(output: Path, settings: dict[str, Any]) -> set[str]:
         with output.open("r+b") as file:
             file.truncate(len(complete))
     ids = set()
-    for number, line in enumerate(complete.decode("utf-8", errors="replace").splitlines(), start=1):
+    for number, line in enumerate(complete.splitlines(), start=1):  # of bytes: U+2028 ends no line
         try:
             ids.add(json.loads(line)["id"])
         except (ValueError, KeyError, TypeError):
@@ -97,14 +98,13 @@ class Distillation:
             UserError: the output cannot be written.
         """
         started = time.monotonic()
-        with self.output.open("a", encoding="utf-8") as file:
+        with open_lines(self.output) as file:
             for completion in Engine(self.target, batch_size=batch_size).generate(self.todo):
                 place = completion.request.key
                 answer = decode(completion.token_ids)
                 record = _record(self._keys[place], self._prompts[place], completion, answer)
                 try:
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                    file.flush()
+                    append_line(file, json.dumps(record, ensure_ascii=False))
                 except OSError as error:
                     raise UserError(
                         f"{self.output}: {error.strerror}; complete lines are kept, run again to go on"

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mtp import UserError
+from mtp.errors import first_line
 
 SHOWN = 3  # broken lines named one by one
 
@@ -40,7 +41,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"target {name!r}: no tokenizer could be loaded ({str(error).splitlines()[0]})") from None
+        raise UserError(f"target {name!r}: no tokenizer could be loaded ({first_line(error)})") from None
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
@@ -73,7 +74,10 @@ def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, raw: b
     if raw or not tokenizer.chat_template:
         if "prompt" not in record:
             raise UserError("'messages' need a chat template; this tokenizer has none (or --raw was given)")
-        return tuple(tokenizer(record["prompt"])["input_ids"])
+        try:
+            return tuple(tokenizer(record["prompt"])["input_ids"])
+        except TypeError:  # what tokenizers say of half a surrogate pair
+            raise UserError("the prompt is not text that can be tokenised") from None
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # a template is a program of its own: any error in it is about this record
@@ -81,40 +85,44 @@ def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, raw: b
     return tuple(ids)
 
 
-def read_prompts(lines: Iterable[str], where: str, tokenizer: PreTrainedTokenizerBase, *, raw: bool) -> Prompts:
+def read_prompts(lines: Iterable[bytes], where: str, tokenizer: PreTrainedTokenizerBase, *, raw: bool) -> Prompts:
     """Reads one prompt a line: a JSON object (``messages``, ``prompt`` or ``prompt_ids``), or plain text.
 
     Broken lines are skipped, counted and the first ones named; empty lines are passed over.
+
+    Args:
+        lines: as binary files give them, so that only a line feed ends a line (U+2028 may stand in a prompt).
     """
     result = Prompts()
     for number, line in enumerate(lines, start=1):
-        text = line.lstrip("\ufeff").strip()
-        if not text:
-            continue
         try:
-            record = _parse(text)
-            result.prompts.append(Prompt(encode(record, tokenizer, raw=raw), record))
+            if record := _parse(line):
+                result.prompts.append(Prompt(encode(record, tokenizer, raw=raw), record))
         except UserError as error:
             result.skip(f"{where}:{number}", str(error))
     return result
 
 
-def _parse(text: str) -> dict[str, Any]:
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        text = line.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
     if not text.startswith("{"):
-        return {"prompt": text}
+        return {"prompt": text} if text else None
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"broken JSON ({error})") from None
 
 
 def read_prompt_file(path: Path, tokenizer: PreTrainedTokenizerBase, *, raw: bool) -> Prompts:
     """Reads a prompt file; raises :class:`UserError` if it cannot be read or holds no prompt."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with path.open("rb") as lines:
+            result = read_prompts(lines, str(path), tokenizer, raw=raw)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    result = read_prompts(lines, str(path), tokenizer, raw=raw)
     if not result.prompts:
         detail = f"; {result.problems[0]}" if result.problems else " (the file is empty)"
         raise UserError(f"{path}: no usable prompt{detail}")

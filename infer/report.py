@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 
-def write_report(output: Path, check: dict[str, Any], compare: dict[str, Any], machine: str) -> Path:
+def write_report(output: Path, target: str, check: dict[str, Any], compare: dict[str, Any], machine: str) -> Path:
     """Writes ``report.md`` and ``report.png`` into the output folder and returns the page's path."""
     records = read_log(output / "train" / "log.jsonl")
     provenance = json.loads((output / "train" / "final" / "provenance.json").read_text(encoding="utf-8"))
@@ -21,10 +21,10 @@ def write_report(output: Path, check: dict[str, Any], compare: dict[str, Any], m
     lines = [
         "# Demo report",
         "",
-        f"Target {provenance['target']['name']}, {compare['rows'][-1]['name'].split(', ')[-1]}; {machine}.",
-        f"Trained {training['step']} steps, {training['trained_tokens']:,} rows of text, "
-        f"{training['elapsed_seconds'] / 60:.1f} minutes; replay on held-out text: acceptance length "
-        f"{evaluations[-1]['eval/acceptance_length']:.3f}.",
+        f"Target {target}, k = {training['config']['modules']['num_modules']}; {machine}.",
+        f"Trained {training['step']} steps on {training['data'][0]['records']} answers, "
+        f"{training['elapsed_seconds'] / 60:.1f} minutes; replay on {training['data'][1]['records']} held-out answers: "
+        f"acceptance length {evaluations[-1]['eval/acceptance_length']:.3f}.",
         "",
         decoding_table(compare),
         "",

@@ -6,3 +6,8 @@ class UserError(ValueError):
 
     Commands print it as one line and exit with status 2; it is never a bug of the toolkit.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's message, or its kind if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -21,7 +21,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from mtp import alignment
 from mtp.cache import Cells, CellTable, Context, Packed
-from mtp.errors import UserError
+from mtp.errors import UserError, first_line
 
 DTYPES = {
     "float32": torch.float32,
@@ -217,12 +217,15 @@ class Target:
         return copy.deepcopy(self.decoder.norm).requires_grad_(True)
 
     def fingerprint(self) -> list[float]:
-        """Returns 64 of the weights, from embedding and final norm: tells targets of equal shape apart."""
-        embedding, norm = self._embedding.weight, self.decoder.norm.weight
-        rows = torch.linspace(0, embedding.shape[0] - 1, 48, device=embedding.device).long()
-        columns = torch.arange(48, device=embedding.device) * 7 % embedding.shape[1]
-        sample = torch.cat([embedding[rows, columns], norm[: min(16, norm.shape[0])]])
-        return [round(value, 8) for value in sample.float().tolist()]
+        """Returns 16 weights of the embedding, of the final norm and of each tensor of the last layer.
+
+        Targets of equal shape differ in it, a model and its fine-tuned descendant too.
+        """
+        sample: list[float] = []
+        for weight in (self._embedding.weight, self.decoder.norm.weight, *self.decoder.layers[-1].parameters()):
+            places = torch.arange(16, device=weight.device) * (weight.numel() - 1) // 15
+            sample += weight.detach().flatten()[places].float().tolist()
+        return [round(value, 8) for value in sample]
 
     def _make_head(self) -> Head:
         head = self.model.get_output_embeddings()
@@ -284,10 +287,10 @@ def refuse_recurrent(config: Any, architecture: Any, name: str) -> None:
 
 
 def _load_message(name: str, error: Exception) -> str:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    why = first_line(error)
     if not os.path.exists(name) and name.startswith(("/", ".", "~")):
-        reason = "no such folder"
+        why = "no such folder"
     return (
-        f"target {name!r} could not be loaded: {reason} (expected a folder written by save_pretrained, with "
+        f"target {name!r} could not be loaded: {why} (expected a folder written by save_pretrained, with "
         "config.json and safetensors, or the name of a hub model; remote code is never run)"
     )

@@ -1,10 +1,4 @@
-"""Held-out evaluation by *replay*: the acceptance length a real greedy decode of the same text has.
-
-On text that the target wrote greedily, the training forward gives every module's choice at every row;
-walking the text as rounds do turns them into counts of accepted drafts (design.md, section 8).
-
-Shapes: B records of a batch, n tokens of the longest, k modules.
-"""
+"""Held-out evaluation by *replay*: the acceptance length a real greedy decode of the same text has."""
 
 import torch
 from torch import Tensor
@@ -12,33 +6,11 @@ from torch import Tensor
 from mtp import MTPStack, Target, UserError, acceptance, alignment
 from mtp.acceptance import AcceptanceStats
 from mtp.cache import Packed
-from mtp.target import Head
+from mtp.replay import draft_choices
 from train.data import Rows, lay_out
 from train.records import ReadReport, Record
 
 BATCH_TOKENS = 4096
-
-
-@torch.no_grad()
-def choices(head: Head, final: Tensor, wanted: Tensor, chunk_rows: int) -> Tensor:
-    """Returns the most likely token at wanted rows, -1 elsewhere: [B, m, H] and bool [B, m] -> int [B, m]."""
-    chosen = torch.full(wanted.shape, -1, device=final.device)
-    for chunk in wanted.nonzero().split(chunk_rows):
-        place = tuple(chunk.unbind(1))
-        chosen[place] = head.tokens(head(final[place]).argmax(-1))
-    return chosen
-
-
-@torch.no_grad()
-def draft_choices(stack: MTPStack, rows: Rows, hidden: Tensor, wanted: Tensor, chunk_rows: int) -> Tensor:
-    """Returns what module i drafts at row t, int [B, n, k], -1 where it has no such row or none is wanted."""
-    drafts = torch.full((*rows.tokens.shape, stack.contract.num_modules), -1, device=rows.tokens.device)
-    for index, output in stack.unroll(hidden, rows.tokens, Packed(rows.documents)):
-        here = alignment.module_rows(wanted, rows.tokens, index=index)
-        alignment.module_rows(drafts, rows.tokens, index=index)[..., index - 1] = choices(
-            stack.head, output.final, here, chunk_rows
-        )
-    return drafts
 
 
 class Replay:
@@ -99,7 +71,8 @@ class Replay:
         rows = lay_out([[record] for record in batch] or [[]], length).take(list(range(max(len(batch), 1))), device)
         prompts = torch.tensor([record.prompt_length for record in batch] or [0], device=device)
         wanted = alignment.replayed_rows(rows.documents, prompts)
-        drafts = draft_choices(stack, rows, self._hidden(number, rows), wanted, self.chunk_rows).cpu()
+        hidden = self._hidden(number, rows)
+        drafts = draft_choices(stack, hidden, rows.tokens, rows.documents, wanted, chunk_rows=self.chunk_rows).cpu()
         for place, record in enumerate(batch):
             tokens = torch.tensor(record.token_ids)
             stats.merge(acceptance.replay(drafts[place, : len(tokens)], tokens, record.prompt_length or 0))

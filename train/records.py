@@ -16,6 +16,7 @@ from typing import Any
 import transformers
 
 from mtp import Target, UserError
+from mtp.errors import first_line
 from mtp.target import LOAD_ERRORS
 
 SHORTEST = 2  # tokens; from 3 on module 1 has a label
@@ -75,7 +76,7 @@ class Renderer:
                 self._loaded = transformers.AutoTokenizer.from_pretrained(self.target.name)
             except LOAD_ERRORS as error:
                 raise UserError(
-                    f"target {self.target.name!r} has no usable tokenizer ({str(error).splitlines()[0]}), and the data "
+                    f"target {self.target.name!r} has no usable tokenizer ({first_line(error)}), and the data "
                     "has messages or text; add the tokenizer to the folder or give prompt_ids and response_ids"
                 ) from None
         return self._loaded
@@ -115,7 +116,10 @@ class Renderer:
 
     def text(self, text: str) -> Record:
         """Returns plain text, every token one to learn."""
-        ids = self.tokenizer(text)["input_ids"]
+        try:
+            ids = self.tokenizer(text)["input_ids"]
+        except TypeError:  # what tokenizers say of half a surrogate pair
+            raise Unusable("text that cannot be tokenised") from None
         return Record(ids, [True] * len(ids), None)
 
     def _render(self, messages: list[dict[str, str]], *, prompt: bool) -> list[int]:
@@ -124,7 +128,7 @@ class Renderer:
                 messages, add_generation_prompt=prompt, tokenize=True, return_dict=False
             )
         except Exception as error:
-            raise Unusable(f"refused by the chat template: {str(error).splitlines()[0][:80]}") from None
+            raise Unusable(f"refused by the chat template: {first_line(error)[:80]}") from None
 
 
 def read_records(path: str, target: Target) -> tuple[list[Record], ReadReport]:
@@ -139,8 +143,8 @@ def read_records(path: str, target: Target) -> tuple[list[Record], ReadReport]:
     for number, line in _lines(path, report):
         try:
             records.append(_record(line, renderer))
-        except Unusable as reason:
-            report.skip(number, str(reason))
+        except Unusable as unusable:
+            report.skip(number, str(unusable))
     report.records = len(records)
     if not records:
         named = "; ".join(report.first_skipped) or "the file is empty"

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mtp import Contract, Target, UserError
-from mtp.checkpoint import PROVENANCE, read_provenance, save_checkpoint, sync_files
+from mtp.checkpoint import PROVENANCE, read_provenance, save_checkpoint
+from mtp.files import sync, write_atomic
 from train.config import Config
 from train.engine import Engine, Ranks
 
@@ -47,7 +48,7 @@ class RunFolder:
             try:
                 self.states.mkdir(parents=True, exist_ok=True)
                 self._check_same_run()
-                (self.path / "config.json").write_text(config.model_dump_json(indent=1) + "\n", encoding="utf-8")
+                write_atomic(self.path / "config.json", config.model_dump_json(indent=1) + "\n")
             except OSError as error:
                 raise UserError(f"output {self.path}: cannot be written ({error.strerror}); choose another") from None
 
@@ -140,7 +141,7 @@ class RunFolder:
             self.ranks.barrier()
             if self.ranks.rank == 0:
                 (partial / STATE_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
-                sync_files(partial)
+                sync(partial)
                 os.replace(partial, folder)
         except (OSError, RuntimeError) as error:
             raise UserError(f"{folder}: state could not be written ({error}); earlier states are intact") from error

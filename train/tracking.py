@@ -8,11 +8,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
 from mtp import UserError
+from mtp.files import append_line, open_lines, write_atomic
 from train.config import Config
 
 STEP = "train/step"
@@ -29,9 +30,7 @@ class Tracker:
         """
         self.path = Path(config.output) / "log.jsonl"
         try:
-            kept = [line for line in _lines(self.path) if line.get("step", 0) <= resume_step]
-            self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = _open_log(self.path, resume_step)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written ({error.strerror}); choose another output") from None
         self._shown: dict[str, str] = {}
@@ -43,8 +42,7 @@ class Tracker:
 
     def record(self, step: int, figures: dict[str, float]) -> None:
         """Writes one record of a step."""
-        self._file.write(json.dumps({"step": step, **figures}) + "\n")
-        self._file.flush()
+        self._log({"step": step, **figures})
         if self._wandb:
             self._wandb.log({**figures, STEP: step})
         self._shown |= _summary(figures)
@@ -52,6 +50,13 @@ class Tracker:
             self._bar.set_postfix(self._shown)
         else:
             self.say(f"step {step}: " + ", ".join(f"{name} {value}" for name, value in _summary(figures).items()))
+
+    def _log(self, record: dict[str, Any]) -> None:
+        """Writes a line; a disk that refuses costs the line, never the training."""
+        try:
+            append_line(self._file, json.dumps(record))
+        except OSError as error:
+            self.say(f"warning: {self.path}: step {record['step']} is not logged ({error.strerror})")
 
     def advance(self) -> None:
         """Moves the bar by one step."""
@@ -83,14 +88,20 @@ def _summary(figures: dict[str, float]) -> dict[str, str]:
     return {name: form.format(figures[key]) for key, (name, form) in shown.items() if key in figures}
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue  # the half-written last line of a killed run
-    return lines
+def _open_log(path: Path, resume_step: int) -> BinaryIO:
+    """Opens the log at its end, later steps than the one resumed from removed."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if _is_until(line, resume_step)]
+    if kept != lines:
+        write_atomic(path, b"".join(kept))
+    return open_lines(path)
+
+
+def _is_until(line: bytes, step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False  # the half-written last line of a killed run
 
 
 def _start_wandb(config: Config, run_id: str | None) -> Any:

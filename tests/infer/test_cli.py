@@ -55,10 +55,11 @@ def test_generate_is_the_same_text_for_any_number_of_drafts_and_batch(
 
 
 def test_generate_reads_standard_input(capsys, monkeypatch, target_folder):
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
-    status, out, _ = run(capsys, "generate", "--target", target_folder, "--max-new-tokens", 4, "--json")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n\n\xff\xfe\ntwo\n")))
+    status, out, err = run(capsys, "generate", "--target", target_folder, "--max-new-tokens", 4, "--json")
     assert status == 0
     assert len(out.splitlines()) == 2
+    assert "standard input:3: not UTF-8" in err
 
 
 def test_check_passes_and_finds_a_planted_fault(capsys, checkpoint_folder, tmp_path):
@@ -134,6 +135,17 @@ def test_distill_resumes_and_drops_a_half_written_line(capsys, target_folder, tm
         assert 1 <= len(record["response_ids"]) <= 9
 
 
+def test_distill_keeps_odd_characters_and_resumes_after_them(capsys, target_folder, tmp_path):
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('{"prompt": "a\u2028b\u0085c", "note": "\\ud800"}\n', encoding="utf-8")
+    options = ["distill", "--target", target_folder, "--prompts", prompts, "--output", output, "--max-new-tokens", 3]
+    assert run(capsys, *options)[0] == 0
+    assert json.loads(output.read_bytes())["note"] == "\ud800"
+    status, _, err = run(capsys, *options)
+    assert status == 0
+    assert "1 answers are there already" in err
+
+
 def test_distill_refuses_an_output_made_with_other_settings(capsys, target_folder, tmp_path):
     output = tmp_path / "answers.jsonl"
     options = ["distill", "--target", target_folder, "--prompt", "a", "--output", output]
@@ -145,14 +157,15 @@ def test_broken_prompt_lines_are_skipped_counted_and_named(capsys, target_folder
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         '\ufeff{"prompt": "good"}\n{"prompt": \n{"question": "?"}\n{"prompt": ""}\n{"prompt_ids": ["a"]}\n'
-        '{"messages": [{"role": "user", "content": "good \u4f60\u597d"}]}\n', encoding="utf-8",
+        '{"prompt": "\\ud800"}\n' + '{"a":' * 20000 + "\n"
+        '{"messages": [{"role": "user", "content": "good \u4f60\u597d, one line\u2028 still"}]}\n', encoding="utf-8",
     )  # fmt: skip
     status, out, err = run(
         capsys, "generate", "--target", target_folder, "--prompts", prompts, "--max-new-tokens", 3, "--json"
     )
     assert status == 0
     assert len(out.splitlines()) == 2
-    assert "skipped 4 broken line(s)" in err
+    assert "skipped 6 broken line(s)" in err
     assert f"{prompts}:2: broken JSON" in err
     assert f"{prompts}:3: none of the fields" in err
 

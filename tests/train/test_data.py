@@ -50,7 +50,7 @@ def test_no_usable_line_or_no_file_is_an_error(tmp_path):
         read_records(write(tmp_path / "x.jsonl", b"nothing\n"), target)
     with pytest.raises(UserError, match=r"none\.jsonl"):
         read_records(str(tmp_path / "none.jsonl"), target)
-    target.name = str(tmp_path)
+    target.name = str(tmp_path / "nowhere")
     with pytest.raises(UserError, match="no usable tokenizer"):
         read_records(write(tmp_path / "t.jsonl", {"text": "hello"}), target)
 
@@ -91,6 +91,12 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
     line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     with pytest.raises(UserError, match="chat template"):
         read_records(write(tmp_path / "m.jsonl", line), target)
+
+
+def test_text_that_cannot_be_tokenised_is_skipped(tmp_path):
+    records, report = read_records(write(tmp_path / "t.jsonl", {"text": "\ud800"}, {"text": "abc"}), chat_target(tmp_path))
+    assert len(records) == 1
+    assert report.first_skipped == [f"{tmp_path / 't.jsonl'}:1: text that cannot be tokenised"]
 
 
 def records_of(*lengths):

@@ -5,9 +5,10 @@ import torch
 
 from mtp import UserError
 from mtp.cache import Packed
+from mtp.replay import draft_choices
 from tests.builders import make_stack, make_target
 from train.data import pack
-from train.evaluate import Replay, draft_choices, stats_from_tensor, stats_record, stats_tensor
+from train.evaluate import Replay, stats_from_tensor, stats_record, stats_tensor
 from train.records import ReadReport, Record
 from train.trainer import learning_rate
 
@@ -69,7 +70,7 @@ def test_only_wanted_rows_get_a_choice():
     wanted = torch.zeros(1, 12, dtype=torch.bool)
     wanted[0, 4:8] = True
     hidden = target.forward(rows.tokens, Packed(rows.documents), target_hidden="post_norm").hidden
-    drafts = draft_choices(stack, rows, hidden, wanted, 3)
+    drafts = draft_choices(stack, hidden, rows.tokens, rows.documents, wanted, chunk_rows=3)
     assert (drafts[0, 4:8] >= 0).all()
     assert (drafts[0, :4] == -1).all()
     assert (drafts[0, 8:] == -1).all()
