@@ -94,7 +94,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
 
 
 def test_text_that_cannot_be_tokenised_is_skipped(tmp_path):
-    records, report = read_records(write(tmp_path / "t.jsonl", {"text": "\ud800"}, {"text": "abc"}), chat_target(tmp_path))
+    records, report = read_records(
+        write(tmp_path / "t.jsonl", {"text": "\ud800"}, {"text": "abc"}), chat_target(tmp_path)
+    )
     assert len(records) == 1
     assert report.first_skipped == [f"{tmp_path / 't.jsonl'}:1: text that cannot be tokenised"]
 
