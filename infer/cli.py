@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from infer.prompts import Prompts, decode, encode, load_tokenizer, read_prompt_f
 from infer.requests import Completion, Request
 from mtp import MTPStack, Target, UserError
 from mtp.acceptance import AcceptanceStats
-from mtp.checkpoint import load_checkpoint, read_provenance
+from mtp.checkpoint import load_checkpoint, target_of
 from mtp.errors import first_line
+from mtp.files import write_atomic
 from mtp.target import DTYPES
 
 
@@ -48,11 +50,15 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="continue prompts greedily, with drafts of the modules")
     _add_model(generate, checkpoint="modules to draft with; without it the target decodes alone")
     _add_prompts(generate)
-    generate.add_argument("--max-new-tokens", type=int, default=128, help="exact bound on new tokens (default 128)")
-    generate.add_argument("--drafts", type=int, help="drafts a round, 0..k (default: all trained modules)")
-    generate.add_argument("--batch-size", type=int, default=1)
+    generate.add_argument("--max-new-tokens", type=_at_least(1), default=128, help="exact bound (default 128)")
+    generate.add_argument("--drafts", type=_at_least(0), help="drafts a round, 0..k (default: all trained modules)")
+    generate.add_argument("--batch-size", type=_at_least(1), default=1)
     generate.add_argument(
-        "--eos", type=int, action="append", metavar="ID", help="end token id, repeatable (default: the target's)"
+        "--eos",
+        type=_at_least(0),
+        action="append",
+        metavar="ID",
+        help="end token, repeatable (default: the target's)",
     )
     generate.add_argument(
         "--uncorrected", action="store_true", help="leave provisional module cells as they are (for comparison)"
@@ -63,10 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="compare every committed module cell with the training forward")
     _add_model(check, checkpoint="modules to check", required=True)
     _add_prompts(check)
-    check.add_argument("--max-new-tokens", type=int, default=64)
-    check.add_argument("--drafts", type=int, help="drafts a round, 1..k (default: all)")
-    check.add_argument("--batch-size", type=int, default=4)
-    check.add_argument("--rounds", type=int, default=200, help="at least this many forced rounds (default 200)")
+    check.add_argument("--max-new-tokens", type=_at_least(1), default=64)
+    check.add_argument("--drafts", type=_at_least(0), help="drafts a round, 1..k (default: all)")
+    check.add_argument("--batch-size", type=_at_least(1), default=4)
+    check.add_argument("--rounds", type=_at_least(1), default=200, help="forced rounds, at least (default 200)")
     check.add_argument("--seed", type=int, default=0)
     check.add_argument("--uncorrected", action="store_true", help="plant the fault: show that a wrong cell is found")
     check.add_argument("--output", type=Path, help="write the figures as JSON")
@@ -77,12 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model(compare, checkpoint="modules to draft with", required=True)
     _add_prompts(compare)
-    compare.add_argument("--max-new-tokens", type=int, default=96)
+    compare.add_argument("--max-new-tokens", type=_at_least(1), default=96)
     compare.add_argument(
         "--all-drafts", action="store_true", help="corrected decoding with 1, 2, ... k drafts, not just k"
     )
     compare.add_argument("--transformers", action="store_true", help="also decode with transformers' generate")
-    compare.add_argument("--limit", type=int, help="only the first so many prompts")
+    compare.add_argument("--limit", type=_at_least(1), help="only the first so many prompts")
     compare.add_argument("--output", type=Path, help="write the figures as JSON")
     compare.set_defaults(run=_compare)
 
@@ -90,11 +96,49 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(distil, checkpoint=None)
     _add_prompts(distil)
     distil.add_argument("--output", type=Path, required=True, help="JSONL file; an earlier one is continued")
-    distil.add_argument("--max-new-tokens", type=int, default=256)
-    distil.add_argument("--batch-size", type=int, default=32)
-    distil.add_argument("--max-minutes", type=float, help="stop after this long; a rerun goes on")
+    distil.add_argument("--max-new-tokens", type=_at_least(1), default=256)
+    distil.add_argument("--batch-size", type=_at_least(1), default=32)
+    distil.add_argument("--max-minutes", type=_minutes, help="stop after this long; a rerun goes on")
     distil.set_defaults(run=_distill)
     return parser
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        if not text.lstrip("+").isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        return int(text)
+
+    return whole_number
+
+
+def _minutes(text: str) -> float:
+    try:
+        if (minutes := float(text)) > 0:
+            return minutes
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0")
+
+
+def _output_file(path: Path | None) -> Path | None:
+    """Returns the path once it is known to be writable, so that no finished work is lost to it."""
+    if path is None:
+        return None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
+    return path
+
+
+def _write_figures(path: Path | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        try:
+            write_atomic(path, json.dumps(figures, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
 
 
 def _add_model(parser: argparse.ArgumentParser, *, checkpoint: str | None, required: bool = False) -> None:
@@ -121,7 +165,7 @@ def _load(args: argparse.Namespace) -> tuple[Target, MTPStack | None]:
             raise UserError(
                 "give --target (a folder or hub name)" + (" or --checkpoint" if "checkpoint" in args else "")
             )
-        name = read_provenance(checkpoint).get("target", {}).get("name")
+        name = target_of(checkpoint)
     try:
         target = Target.load(name, dtype=args.dtype, device=args.device)
     except (RuntimeError, AssertionError) as error:  # torch's words for a device that is not there
@@ -208,6 +252,7 @@ def _stats_line(stats: AcceptanceStats, tokens: int, seconds: float) -> str:
 
 
 def _check(args: argparse.Namespace) -> int:
+    output = _output_file(args.output)
     target, stack = _load(args)
     assert stack is not None
     prompts = _read(args, load_tokenizer(target.name))
@@ -225,9 +270,7 @@ def _check(args: argparse.Namespace) -> int:
     reports = {"real drafting": real, "forced accept patterns": forced}
     for name, report in reports.items():
         print(_check_line(name, report))
-    if args.output:
-        figures = {name: dataclasses.asdict(report) for name, report in reports.items()}
-        args.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    _write_figures(output, {name: dataclasses.asdict(report) for name, report in reports.items()})
     mismatches = real.mismatches + forced.mismatches
     print("check passed: every committed cell equals the training forward" if not mismatches else "check FAILED")
     return 1 if mismatches else 0
@@ -243,14 +286,14 @@ def _check_line(name: str, report: CheckReport) -> str:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    output = _output_file(args.output)
     target, stack = _load(args)
     assert stack is not None
     prompts = _read(args, load_tokenizer(target.name))[: args.limit]
     requests = [Request(prompt.token_ids, args.max_new_tokens, key) for key, prompt in enumerate(prompts)]
     comparison = compare(target, stack, requests, all_drafts=args.all_drafts, with_transformers=args.transformers)
     print(comparison.markdown())
-    if args.output:
-        args.output.write_text(json.dumps(comparison.figures(), indent=1) + "\n", encoding="utf-8")
+    _write_figures(output, comparison.figures())
     return 0 if comparison.identical else 1
 
 

@@ -33,13 +33,17 @@ def written_ids(output: Path, settings: dict[str, Any]) -> set[str]:
     """
     settings_path = output.with_name(output.name + SETTINGS_SUFFIX)
     if not output.exists():
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(settings_path, json.dumps(settings, indent=1) + "\n")
-        output.touch()
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(settings_path, json.dumps(settings, indent=1) + "\n")
+            output.touch()
+        except OSError as error:
+            raise UserError(f"--output {output}: cannot be written ({error.strerror})") from None
         return set()
     try:
         earlier = json.loads(settings_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        earlier["target"] = settings["target"]  # its name may change; the fingerprint is what counts
+    except (OSError, ValueError, TypeError):
         raise UserError(
             f"{output} exists, but {settings_path.name} beside it does not; choose another --output"
         ) from None

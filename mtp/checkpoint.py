@@ -83,6 +83,25 @@ def read_provenance(folder: Path) -> dict[str, Any]:
     return read_json_object(folder / PROVENANCE)
 
 
+def target_of(folder: Path) -> str:
+    """Returns the name of the target a checkpoint was made for; raises :class:`UserError` if it has none."""
+    return _made_for(folder, read_provenance(folder))["name"]
+
+
+def _made_for(folder: Path, provenance: dict[str, Any]) -> dict[str, Any]:
+    target = provenance.get("target")
+    kinds = {"name": str, "architecture": str, "hidden_size": int, "vocab_size": int, "num_layers": int}
+    if not isinstance(target, dict):
+        raise UserError(f"{folder / PROVENANCE}: field 'target' is missing; the checkpoint is damaged")
+    for field, kind in kinds.items():
+        if not isinstance(target.get(field), kind):
+            raise UserError(f"{folder / PROVENANCE}: field 'target.{field}' is missing; the checkpoint is damaged")
+    weights = target.get("fingerprint")
+    if not isinstance(weights, list) or not all(isinstance(value, float) for value in weights):
+        raise UserError(f"{folder / PROVENANCE}: field 'target.fingerprint' is missing; the checkpoint is damaged")
+    return target
+
+
 def load_checkpoint(folder: Path, target: Target) -> MTPStack:
     """Returns the modules of a checkpoint on their target, ready to decode (frozen, in the target's dtype).
 
@@ -98,9 +117,7 @@ def load_checkpoint(folder: Path, target: Target) -> MTPStack:
 
 def check_target(folder: Path, provenance: dict[str, Any], target: Target) -> None:
     """Raises :class:`UserError` unless the checkpoint's modules were trained on this target."""
-    made_for, given = provenance.get("target"), target_provenance(target)
-    if not isinstance(made_for, dict) or made_for.keys() != given.keys():
-        raise UserError(f"{folder / PROVENANCE}: field 'target' is missing or incomplete")
+    made_for, given = _made_for(folder, provenance), target_provenance(target)
     for field in ("architecture", "hidden_size", "vocab_size", "num_layers"):
         if made_for[field] != given[field]:
             raise UserError(

@@ -30,7 +30,6 @@ DTYPES = {
     "float16": torch.float16,
 }
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError)
 
 
 class TargetOutput(NamedTuple):
@@ -117,14 +116,16 @@ class Target:
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         try:
-            config = transformers.AutoConfig.from_pretrained(name)
-        except LOAD_ERRORS as error:
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except Exception as error:  # whatever a library makes of a damaged folder
             raise UserError(_load_message(name, error)) from None
         architectures = getattr(config, "architectures", None) or [type(config).__name__]
         refuse_recurrent(config.get_text_config(), architectures[0], name)
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
-        except LOAD_ERRORS as error:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                name, dtype=DTYPES[dtype], trust_remote_code=False
+            )
+        except Exception as error:
             raise UserError(_load_message(name, error)) from None
         return cls(cast(Any, model).to(device), name)
 

@@ -17,7 +17,6 @@ import transformers
 
 from mtp import Target, UserError
 from mtp.errors import first_line
-from mtp.target import LOAD_ERRORS
 
 SHORTEST = 2  # tokens; from 3 on module 1 has a label
 
@@ -73,8 +72,8 @@ class Renderer:
     def tokenizer(self) -> Any:
         if self._loaded is None:
             try:
-                self._loaded = transformers.AutoTokenizer.from_pretrained(self.target.name)
-            except LOAD_ERRORS as error:
+                self._loaded = transformers.AutoTokenizer.from_pretrained(self.target.name, trust_remote_code=False)
+            except Exception as error:  # whatever a library makes of a damaged folder
                 raise UserError(
                     f"target {self.target.name!r} has no usable tokenizer ({first_line(error)}), and the data "
                     "has messages or text; add the tokenizer to the folder or give prompt_ids and response_ids"

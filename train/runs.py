@@ -71,8 +71,11 @@ class RunFolder:
         """Returns whether ``final`` exists and was trained to these limits."""
         if not (self.path / "final" / PROVENANCE).is_file():
             return False
-        trained = read_provenance(self.path / "final").get("training", {}).get("config", {}).get("steps", {})
-        return all(trained.get(limit) == getattr(self.config.steps, limit) for limit in LIMITS)
+        try:
+            trained = read_provenance(self.path / "final")["training"]["config"]["steps"]
+            return all(trained[limit] == getattr(self.config.steps, limit) for limit in LIMITS)
+        except (KeyError, TypeError):
+            return False  # of another version: trained again from its newest state
 
     def newest_state(self) -> Path | None:
         """Returns the newest complete state."""

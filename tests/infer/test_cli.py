@@ -178,7 +178,6 @@ def test_broken_prompt_lines_are_skipped_counted_and_named(capsys, target_folder
         (["--target", "TARGET", "--prompt", ""], "empty prompt"),
         (["--target", "TARGET", "--prompt", "x" * 200], "context of 128"),
         (["--target", "TARGET", "--prompts", "/no/such/file"], "cannot be read"),
-        (["--target", "TARGET", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),
         (["--target", "TARGET", "--prompt", "x", "--drafts", "2"], "0 trained modules"),
         (["--checkpoint", "CHECKPOINT", "--prompt", "x", "--drafts", "4"], "3 trained modules"),
         (["--checkpoint", "/no/such/run", "--prompt", "x"], "no such checkpoint"),
@@ -188,6 +187,76 @@ def test_broken_prompt_lines_are_skipped_counted_and_named(capsys, target_folder
 def test_what_a_user_can_fix_is_one_line(capsys, target_folder, checkpoint_folder, arguments, message):
     names = {"TARGET": target_folder, "CHECKPOINT": checkpoint_folder}
     assert message in refused(capsys, "generate", *[names.get(argument, argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        ("generate", "--max-new-tokens", "0"),
+        ("generate", "--batch-size", "0"),
+        ("generate", "--eos", "-5"),
+        ("generate", "--drafts", "-1"),
+        ("check", "--rounds", "0"),
+        ("compare", "--limit", "0"),
+        ("compare", "--limit", "many"),
+        ("distill", "--max-minutes", "nan"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_its_flag(capsys, command, flag, value):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, flag, value])
+    assert stopped.value.code == 2
+    assert f"argument {flag}: {value!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "compare"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(capsys, checkpoint_folder, tmp_path, command):
+    options = [command, "--checkpoint", checkpoint_folder, "--prompt", "x", "--max-new-tokens", 3]
+    assert "cannot be written" in refused(capsys, *options, "--output", tmp_path)
+    assert run(capsys, *options, "--output", tmp_path / "new" / "folder" / "x.json")[0] == 0
+
+
+def damaged(folder, fault):
+    """Returns the folder after one thing that happens to folders of models."""
+    if fault == "a truncated file":
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-50])
+    elif fault == "broken JSON":
+        (folder / "config.json").write_text('{"a"')
+    elif fault == "no weights":
+        (folder / "model.safetensors").unlink()
+    elif fault == "another width":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    elif fault == "remote code":
+        config = json.loads((folder / "config.json").read_text())
+        more = {"model_type": "unheard-of", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+        (folder / "config.json").write_text(json.dumps(config | more))
+        (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    elif fault == "a broken template":
+        (folder / "chat_template.jinja").write_text("{% for x in %}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["a truncated file", "broken JSON", "no weights", "another width", "remote code", "a broken template"],
+)
+def test_a_damaged_target_is_one_line(capsys, target_folder, tmp_path, fault):
+    folder = damaged(shutil.copytree(target_folder, tmp_path / "target"), fault)
+    refused(capsys, "generate", "--target", folder, "--prompt", "x")
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("field", ["name", "hidden_size", "fingerprint"])
+def test_damaged_provenance_is_named(capsys, checkpoint_folder, tmp_path, field):
+    folder = shutil.copytree(checkpoint_folder, tmp_path / "run")
+    provenance = json.loads((folder / "provenance.json").read_text())
+    del provenance["target"][field]
+    (folder / "provenance.json").write_text(json.dumps(provenance))
+    assert f"target.{field}" in refused(capsys, "generate", "--checkpoint", folder, "--prompt", "x")
+    (folder / "provenance.json").write_text('{"target": []}')
+    assert "field 'target'" in refused(capsys, "generate", "--checkpoint", folder, "--prompt", "x")
 
 
 def test_broken_checkpoints_are_refused_with_the_tensor_named(capsys, checkpoint_folder, tmp_path):

@@ -24,7 +24,7 @@ def test_a_line_that_does_not_fit_leaves_the_earlier_ones_and_no_half(tmp_path, 
     path = tmp_path / "lines.jsonl"
     with open_lines(path) as file:
         append_line(file, json.dumps({"a": "x" * 3000}))
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match=r"large|space"):
             append_line(file, json.dumps({"b": "x" * 3000}))
         append_line(file, json.dumps({"c": 1}))
     assert [next(iter(json.loads(line))) for line in path.read_text().splitlines()] == ["a", "c"]
@@ -33,7 +33,7 @@ def test_a_line_that_does_not_fit_leaves_the_earlier_ones_and_no_half(tmp_path, 
 def test_a_refused_replacement_leaves_the_old_content(tmp_path, small_disk):
     path = tmp_path / "config.json"
     write_atomic(path, "old")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match=r"large|space"):
         write_atomic(path, "x" * 5000)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
