@@ -54,7 +54,6 @@ class MTPStack(nn.Module):
         self._target = (target,)  # in a tuple, hidden from nn.Module
         self.layers = nn.ModuleList([MTPModule(target) for _ in range(contract.num_modules)])
         self.head = target.head.restricted(contract.draft_vocab)
-        self._layer_type = target.layer_types[-1]
 
     @property
     def target(self) -> Target:
@@ -83,14 +82,7 @@ class MTPStack(nn.Module):
             parts.reverse()
         projected = module.eh_proj(torch.cat(parts, dim=-1))
         positions = alignment.rope_positions(context.rows, contract.positions, index=index)
-        output = module.mtp_block(
-            projected,
-            attention_mask=target.attention_mask(context, self._layer_type, dtype),
-            position_embeddings=target.rope(projected, positions),
-            position_ids=positions,
-            **{target.cache_argument: context.store(index=index)},
-        )
-        before_norm = output[0] if isinstance(output, tuple) else output
+        before_norm = target.run_block(module.mtp_block, projected, context, positions, index=index)
         final = module.post_norm(before_norm)
         return ModuleOutput(final if contract.chain_hidden == "post_norm" else before_norm, final)
 

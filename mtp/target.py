@@ -19,7 +19,6 @@ import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from mtp import alignment
 from mtp.cache import Cells, CellTable, Context, Packed
 from mtp.errors import UserError, first_line
 
@@ -29,6 +28,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm")
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -89,22 +89,31 @@ class Target:
         self.config = self.model.config.get_text_config()
         refuse_recurrent(self.config, type(model), name)
         self.decoder = self.model.get_decoder()
-        for attribute in ("layers", "norm", "rotary_emb"):
-            if getattr(self.decoder, attribute, None) is None:
+        final_norms = [each for each in FINAL_NORMS if isinstance(getattr(self.decoder, each, None), nn.Module)]
+        for part in ("layers", "rotary_emb", *(() if final_norms else FINAL_NORMS[:1])):
+            if not isinstance(getattr(self.decoder, part, None), nn.Module):
                 raise UserError(
-                    f"target {name!r}: {type(self.decoder).__name__} has no {attribute!r}; the toolkit needs a "
+                    f"target {name!r}: {type(self.decoder).__name__} has no {part!r}; the toolkit needs a "
                     "decoder of rotary-position layers with a final norm (Llama, Qwen, Mistral, Gemma, ...)"
                 )
+        self.final_norm = getattr(self.decoder, final_norms[0])
         self.layer_types, kwargs = get_layer_types_and_kwargs(self.config)
         self.windows = {kind: kw.get("sliding_window") for kind, kw in zip(self.layer_types, kwargs, strict=True)}
-        # transformers renamed the argument in 5.2x; both names are in use within our range.
-        layer_arguments = inspect.signature(self.decoder.layers[0].forward).parameters
-        self.cache_argument = "cache" if "cache" in layer_arguments else "past_key_values"
+        self._cache_argument = cache_argument(self.decoder, default="past_key_values")
+        self._layer_cache_argument = cache_argument(self.decoder.layers[-1], default=self._cache_argument)
         self._rope_by_layer_type = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
         self._embedding = self.model.get_input_embeddings()
         self._embedding_scale = float(getattr(self.config, "embedding_multiplier", None) or 1.0)
         self.head = self._make_head()
-        self._prove()
+        try:
+            self._prove()
+        except UserError:
+            raise
+        except Exception as error:  # whatever an architecture's own code makes of our calls
+            raise UserError(
+                f"target {name!r} ({type(model).__name__}) is not supported: a short probe through its layers failed "
+                f"({type(error).__name__}: {first_line(error)}); please report the architecture"
+            ) from error
 
     @classmethod
     def load(cls, name: str, *, dtype: str = "float32", device: str | torch.device = "cpu") -> "Target":
@@ -190,18 +199,37 @@ class Target:
         masks = {kind: self.attention_mask(context, kind, self.dtype) for kind in dict.fromkeys(self.layer_types)}
         store = context.store(index=None)
         before_norm: list[Tensor] = []
-        hook = self.decoder.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
+        hook = self.final_norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
         try:
             final = self.decoder(
                 input_ids=tokens,
                 attention_mask=masks if len(masks) > 1 else masks[self.layer_types[0]],
                 position_ids=context.rows,
                 use_cache=store is not None,
-                **{self.cache_argument: store},
+                **{self._cache_argument: store},
             ).last_hidden_state
         finally:
             hook.remove()
         return TargetOutput(final if target_hidden == "post_norm" else before_norm[0], final)
+
+    def run_block(self, block: nn.Module, inputs: Tensor, context: Context, positions: Tensor, *, index: int) -> Tensor:
+        """Runs the block of module ``index`` (a layer of the last layer's kind) over the context's rows.
+
+        Args:
+            inputs: [B, R, H].
+            positions: int [B, R], for RoPE.
+
+        Returns:
+            [B, R, H], before any final norm.
+        """
+        output = block(
+            inputs,
+            attention_mask=self.attention_mask(context, self.layer_types[-1], inputs.dtype),
+            position_embeddings=self.rope(inputs, positions),
+            position_ids=positions,
+            **{self._layer_cache_argument: context.store(index=index)},
+        )
+        return output[0] if isinstance(output, tuple) else output
 
     def new_block(self) -> nn.Module:
         """Returns a trainable copy of the target's last decoder layer: class, config and weights."""
@@ -209,13 +237,14 @@ class Target:
 
     def new_norm(self) -> nn.Module:
         """Returns a trainable norm of the target's class that does not rescale (its weights as made new)."""
-        norm = self.decoder.norm
-        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))
-        return type(norm)(self.hidden_size, eps=eps).to(self.device, self.dtype)
+        norm = self.final_norm
+        eps = {"eps": getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))}
+        known = inspect.signature(type(norm)).parameters
+        return type(norm)(self.hidden_size, **(eps if "eps" in known else {})).to(self.device, self.dtype)
 
     def new_post_norm(self) -> nn.Module:
         """Returns a trainable copy of the target's final norm, the one its head expects."""
-        return copy.deepcopy(self.decoder.norm).requires_grad_(True)
+        return copy.deepcopy(self.final_norm).requires_grad_(True)
 
     def fingerprint(self) -> list[float]:
         """Returns 16 weights of the embedding, of the final norm and of each tensor of the last layer.
@@ -223,7 +252,7 @@ class Target:
         Targets of equal shape differ in it, a model and its fine-tuned descendant too.
         """
         sample: list[float] = []
-        for weight in (self._embedding.weight, self.decoder.norm.weight, *self.decoder.layers[-1].parameters()):
+        for weight in (self._embedding.weight, *self.final_norm.parameters(), *self.decoder.layers[-1].parameters()):
             places = torch.arange(16, device=weight.device) * (weight.numel() - 1) // 15
             sample += weight.detach().flatten()[places].float().tolist()
         return [round(value, 8) for value in sample]
@@ -237,27 +266,40 @@ class Target:
 
     @torch.no_grad()
     def _prove(self) -> None:
-        """Compares embedding, logits and a prefill in two pieces with the model's own forward."""
+        """Compares embedding, logits, the last layer and passes in two pieces with the model's own forward."""
         tokens = (torch.arange(6, device=self.device) * 31 + 5)[None] % self.vocab_size
-        first_inputs: list[Tensor] = []
-        hook = self.decoder.layers[0].register_forward_pre_hook(
-            lambda _, args, kwargs: first_inputs.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-        )
+        layers, seen = self.decoder.layers, {}
+
+        def keep(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            inputs = args[0] if args else kwargs["hidden_states"]
+            seen[layer] = inputs, output[0] if isinstance(output, tuple) else output
+
+        hooks = [layer.register_forward_hook(keep, with_kwargs=True) for layer in {layers[0], layers[-1]}]
         try:
             logits = self.model(input_ids=tokens, use_cache=False).logits
         finally:
-            hook.remove()
-        packed = self.forward(tokens, Packed(torch.zeros_like(tokens)), target_hidden="post_norm")
+            for hook in hooks:
+                hook.remove()
+        context = Packed(torch.zeros_like(tokens))
+        packed = self.forward(tokens, context, target_hidden="post_norm")
+        last_inputs, last_outputs = seen[layers[-1]]
+        block = self.run_block(layers[-1], last_inputs, context, context.rows, index=1)
         tables = [CellTable(1) for _ in self.layer_types]
-        pieces: list[Tensor] = []
-        for piece in tokens.split(4, dim=1):
-            rows = alignment.verify_rows(torch.tensor([sum(p.shape[1] for p in pieces) - 1]), piece.shape[1] - 1)
-            cells = Cells(tables, rows.to(self.device), slice(0, 1), int(rows.max()) + 1)
-            pieces.append(self.forward(piece, cells, target_hidden="post_norm").final)
+        module_tables = [CellTable(1)]
+        finals, blocks = [], []
+        for rows in context.rows.split(4, dim=1):
+            end = int(rows.max()) + 1
+            cells, module_cells = (Cells(each, rows, slice(0, 1), end) for each in (tables, module_tables))
+            finals.append(self.forward(tokens.gather(1, rows), cells, target_hidden="post_norm").final)
+            inputs = last_inputs.gather(1, rows[..., None].expand(-1, -1, last_inputs.shape[-1]))
+            blocks.append(self.run_block(layers[-1], inputs, module_cells, rows, index=1))
+        in_pieces = "in two pieces (its cache cannot be addressed by row)"
         checks = {
-            "the embedding (its scale)": (self.embed(tokens), first_inputs[0]),
+            "the embedding (its scale)": (self.embed(tokens), seen[layers[0]][0]),
             "the logits (scale or soft-cap of the head)": (self.head(packed.final), logits),
-            "a prefill in pieces (layers that cannot be addressed by row)": (torch.cat(pieces, 1), packed.final),
+            "the last layer alone (what modules are made of)": (block, last_outputs),
+            f"a prefill {in_pieces}": (torch.cat(finals, 1), packed.final),
+            f"the last layer {in_pieces}": (torch.cat(blocks, 1), block),
         }
         noise = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.1
         for what, (ours, theirs) in checks.items():
@@ -270,6 +312,12 @@ class Target:
                 )
 
 
+def cache_argument(layer: nn.Module, *, default: str) -> str:
+    """Returns what a layer or decoder calls its cache (transformers renamed it within our range of versions)."""
+    known = inspect.signature(layer.forward).parameters
+    return next((name for name in ("cache", "past_key_values", "layer_past") if name in known), default)
+
+
 def refuse_recurrent(config: Any, architecture: Any, name: str) -> None:
     """Raises :class:`UserError` if the target keeps recurrent state, whose slots cannot be overwritten."""
     cls = getattr(transformers, architecture, None) if isinstance(architecture, str) else architecture
@@ -279,12 +327,18 @@ def refuse_recurrent(config: Any, architecture: Any, name: str) -> None:
         kinds = {"unknown"}
     if getattr(cls, "_is_stateful", False):
         kinds.add("recurrent state")
-    if unsupported := sorted(kinds - SUPPORTED_LAYERS):
-        raise UserError(
-            f"target {name!r} has layers of kind {', '.join(unsupported)}: their state is a running summary that "
-            "cannot be overwritten row by row when drafts are rejected, so module and target caches could not be "
-            "corrected; only full and sliding-window attention targets are supported"
+    if not (unsupported := sorted(kinds - SUPPORTED_LAYERS)):
+        return
+    why = "their keys and values cannot be addressed by row yet"
+    if any("attention" not in kind or kind == "linear_attention" for kind in unsupported):
+        why = (
+            "their state is a running summary that cannot be overwritten row by row when drafts are rejected, so "
+            "module and target caches could not be corrected"
         )
+    raise UserError(
+        f"target {name!r} has layers of kind {', '.join(unsupported)}: {why}; only full and sliding-window attention "
+        "targets are supported"
+    )
 
 
 def _load_message(name: str, error: Exception) -> str:

@@ -20,7 +20,7 @@ def test_adapter_equals_the_model(family, dtype):
         assert_equal(target.head(ours.final), theirs.logits, "logits")
         assert_equal(ours.hidden, theirs.hidden_states[-1], "post-norm hidden")
         before = target.forward(tokens, one_document(tokens), target_hidden="pre_norm")
-        assert_equal(target.decoder.norm(before.hidden), before.final, "pre-norm hidden")
+        assert_equal(target.final_norm(before.hidden), before.final, "pre-norm hidden")
         assert_equal(target.embed(tokens), theirs.hidden_states[0], "embedding with its scale")
         assert_equal(target.head.restricted((3, 9, 60))(ours.final), theirs.logits[..., [3, 9, 60]], "draft vocabulary")
 

@@ -89,9 +89,7 @@ def test_our_module_equals_transformers_mtp_layer_on_equal_weights(family, conca
         ours = stack(hidden, tokens[:, 1:], context, index=1)
         config = target.config
         config.mtp_hidden_states_first = concat == "hidden_first"
-        theirs = MtpLayer(
-            config, type(target.decoder.layers[-1]), type(target.decoder.norm), len(target.layer_types) - 1
-        )
+        theirs = MtpLayer(config, type(target.decoder.layers[-1]), type(target.final_norm), len(target.layer_types) - 1)
         theirs.double().load_state_dict(stack.layers[0].state_dict())
         embedded = target.embed(tokens[:, 1:])
         expected = theirs.eval()(
@@ -100,7 +98,7 @@ def test_our_module_equals_transformers_mtp_layer_on_equal_weights(family, conca
             position_embeddings=target.rope(embedded, context.rows),
             attention_mask=target.attention_mask(context, target.layer_types[-1], torch.float64),
             position_ids=context.rows,
-            **{target.cache_argument: None},
+            **{target._layer_cache_argument: None},
         )
     assert_equal(ours.final, expected)
 
