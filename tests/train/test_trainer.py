@@ -89,7 +89,6 @@ def test_two_ranks_give_the_curve_of_one(base):
     assert len(list((base.folder / "two" / "wandb").glob("offline-run-*"))) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_every_stage_gives_the_curve_of_one_rank(base, stage):
     done = base(
