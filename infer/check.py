@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from infer.engine import Engine
 from infer.pickers import Greedy, Picker
+from infer.progress import Progress
 from infer.requests import Request
 from mtp import MTPStack, Target, UserError, alignment
 from mtp.cache import Cells, CellTable, Packed, Recorder
@@ -155,7 +155,7 @@ def check_real(
         request.key: torch.tensor([*request.prompt_ids, *first[request.key].token_ids], device=target.device)
         for request in requests
     }
-    _check(target, stack, requests, texts, report, engine_options, Greedy())
+    _check(target, stack, requests, texts, report, engine_options, Greedy(), "real drafting")
     return list(texts.values())
 
 
@@ -172,7 +172,16 @@ def check_forced(
         by_key[key] = text
     vocab = stack.head.tokens(torch.arange(stack.head.weight.shape[0], device=target.device))
     picker = ForcedText(by_key, vocab, engine_options.get("num_drafts") or len(stack.layers), seed)
-    _check(target, stack, requests, by_key, report, engine_options | {"eos_token_ids": ()}, picker)
+    _check(
+        target,
+        stack,
+        requests,
+        by_key,
+        report,
+        engine_options | {"eos_token_ids": ()},
+        picker,
+        "forced accept patterns",
+    )
 
 
 def _check(
@@ -183,31 +192,31 @@ def _check(
     report: CheckReport,
     engine_options: dict,
     picker: Picker,
+    what: str,
 ) -> None:
     references = {key: Reference.of(target, stack, text) for key, text in texts.items()}
     engine = Engine(target, stack, picker=picker, **engine_options)
     observer = _Observer(engine, references, report)
     pending = list(reversed(requests))
-    bar = tqdm(total=len(requests), unit="text", desc="check", disable=None)
     try:
-        while pending or engine.active:
-            while pending and len(engine.active) < engine.batch_size:
-                engine.submit(pending.pop())
-            observer.compare()
-            for done in engine.step() if engine.active else []:
-                text = texts[done.request.key].tolist()
-                if [*done.request.prompt_ids, *done.token_ids] != text:
-                    raise UserError(
-                        f"prompt {done.request.key}: two decodes of it differ; the machine's arithmetic is not "
-                        "deterministic, so cells cannot be compared (try float64)"
-                    )
-                bar.update()
-                report.rounds += done.stats.rounds
-                for accepted, count in done.stats.rounds_by_accepted.items():
-                    report.accept_patterns[accepted] = report.accept_patterns.get(accepted, 0) + count
-            observer.compare()
+        with Progress(f"check, {what}", len(requests), "text") as progress:
+            while pending or engine.active:
+                while pending and len(engine.active) < engine.batch_size:
+                    engine.submit(pending.pop())
+                observer.compare()
+                for done in engine.step() if engine.active else []:
+                    text = texts[done.request.key].tolist()
+                    if [*done.request.prompt_ids, *done.token_ids] != text:
+                        raise UserError(
+                            f"prompt {done.request.key}: two decodes of it differ; the machine's arithmetic is not "
+                            "deterministic, so cells cannot be compared (try float64)"
+                        )
+                    progress.advance()
+                    report.rounds += done.stats.rounds
+                    for accepted, count in done.stats.rounds_by_accepted.items():
+                        report.accept_patterns[accepted] = report.accept_patterns.get(accepted, 0) + count
+                observer.compare()
     finally:
-        bar.close()
         observer.close()
 
 

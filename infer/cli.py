@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -17,8 +16,8 @@ from infer.check import CheckReport, run_check
 from infer.compare import compare
 from infer.distill import Distillation
 from infer.engine import Engine
-from infer.prompts import Prompt as PromptRecord
-from infer.prompts import Prompts, decode, encode, load_tokenizer, read_prompt_file, read_prompts
+from infer.progress import Progress
+from infer.prompts import Encoder, Prompt, Prompts, decode, load_tokenizer, read_prompt_file, read_prompts
 from infer.requests import Completion, Request
 from mtp import MTPStack, Target, UserError
 from mtp.acceptance import AcceptanceStats
@@ -173,16 +172,16 @@ def _load(args: argparse.Namespace) -> tuple[Target, MTPStack | None]:
     return target, None if checkpoint is None else load_checkpoint(checkpoint, target)
 
 
-def _read(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[PromptRecord]:
+def _read(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, target: Target) -> list[Prompt]:
+    encoder = Encoder(tokenizer, target, args.raw)
     if args.prompt and args.prompts:
         raise UserError("give --prompt or --prompts, not both")
     if args.prompt is not None:
-        records = [{"prompt": text} for text in args.prompt]
-        return [PromptRecord(encode(record, tokenizer, raw=args.raw), record) for record in records]
+        return [encoder({"prompt": text}) for text in args.prompt]
     if args.prompts:
-        result = read_prompt_file(args.prompts, tokenizer, raw=args.raw)
+        result = read_prompt_file(args.prompts, encoder)
     else:
-        result = read_prompts(sys.stdin.buffer, "standard input", tokenizer, raw=args.raw)
+        result = read_prompts(sys.stdin.buffer, "standard input", encoder)
         if not result.prompts:
             problem = f"; {result.problems[0]}" if result.problems else ""
             raise UserError(f"no prompt: give --prompt, --prompts, or lines on standard input{problem}")
@@ -198,7 +197,7 @@ def _report_skipped(result: Prompts) -> None:
 def _generate(args: argparse.Namespace) -> int:
     target, stack = _load(args)
     tokenizer = load_tokenizer(target.name)
-    prompts = _read(args, tokenizer)
+    prompts = _read(args, tokenizer, target)
     requests = [Request(prompt.token_ids, args.max_new_tokens, key) for key, prompt in enumerate(prompts)]
     engine = Engine(
         target,
@@ -208,35 +207,34 @@ def _generate(args: argparse.Namespace) -> int:
         correct=not args.uncorrected,
         eos_token_ids=None if args.eos is None else tuple(args.eos),
     )
-    for request in requests:
-        engine.validate(request)
     total, tokens, started = AcceptanceStats(engine.num_drafts), 0, time.perf_counter()
     waiting: dict[int, Completion] = {}
-    with tqdm(total=len(requests), unit="prompt", disable=None if len(requests) > 1 else True) as bar:
+    following = 0  # answers are printed in the order of the prompts, each as soon as it can be
+    with Progress("generate", len(requests), "prompt") as progress:
         for done in engine.generate(requests):
             waiting[done.request.key] = done
             total.merge(done.stats)
             tokens += len(done.token_ids)
-            bar.update()
-    seconds = time.perf_counter() - started
-    for key in sorted(waiting):
-        _print_completion(waiting[key], decode(tokenizer, waiting[key].token_ids), args.json)
-    print(_stats_line(total, tokens, seconds), file=sys.stderr)
+            progress.advance()
+            while following in waiting:
+                answer = waiting.pop(following)
+                progress.write(_answer(answer, decode(tokenizer, answer.token_ids), args.json))
+                following += 1
+    print(_stats_line(total, tokens, time.perf_counter() - started), file=sys.stderr)
     return 0
 
 
-def _print_completion(done: Completion, text: str, as_json: bool) -> None:
-    if as_json:
-        record: dict[str, Any] = {
-            "index": done.request.key,
-            "text": text,
-            "token_ids": done.token_ids,
-            "finish_reason": done.finish_reason,
-            **done.stats.summary(),
-        }
-        print(json.dumps(record, ensure_ascii=False))
-    else:
-        print(text)
+def _answer(done: Completion, text: str, as_json: bool) -> str:
+    if not as_json:
+        return text
+    record: dict[str, Any] = {
+        "index": done.request.key,
+        "text": text,
+        "token_ids": done.token_ids,
+        "finish_reason": done.finish_reason,
+        **done.stats.summary(),
+    }
+    return json.dumps(record, ensure_ascii=False)
 
 
 def _stats_line(stats: AcceptanceStats, tokens: int, seconds: float) -> str:
@@ -255,7 +253,7 @@ def _check(args: argparse.Namespace) -> int:
     output = _output_file(args.output)
     target, stack = _load(args)
     assert stack is not None
-    prompts = _read(args, load_tokenizer(target.name))
+    prompts = _read(args, load_tokenizer(target.name), target)
     requests = [Request(prompt.token_ids, args.max_new_tokens, key) for key, prompt in enumerate(prompts)]
     real, forced = run_check(
         target,
@@ -289,7 +287,7 @@ def _compare(args: argparse.Namespace) -> int:
     output = _output_file(args.output)
     target, stack = _load(args)
     assert stack is not None
-    prompts = _read(args, load_tokenizer(target.name))[: args.limit]
+    prompts = _read(args, load_tokenizer(target.name), target)[: args.limit]
     requests = [Request(prompt.token_ids, args.max_new_tokens, key) for key, prompt in enumerate(prompts)]
     comparison = compare(target, stack, requests, all_drafts=args.all_drafts, with_transformers=args.transformers)
     print(comparison.markdown())
@@ -300,22 +298,19 @@ def _compare(args: argparse.Namespace) -> int:
 def _distill(args: argparse.Namespace) -> int:
     target, _ = _load(args)
     tokenizer = load_tokenizer(target.name)
-    prompts = _read(args, tokenizer)
+    prompts = _read(args, tokenizer, target)
     work = Distillation(target, prompts, args.output, max_new_tokens=args.max_new_tokens)
     if work.already_done:
         print(f"{args.output}: {work.already_done} answers are there already", file=sys.stderr)
     tokens, written, started = 0, 0, time.perf_counter()
-    with tqdm(total=len(work.todo), unit="answer", desc="distill", disable=None) as bar:
+    with Progress("distill", len(work.todo), "answer") as progress:
         for done in work.run(
             lambda ids: decode(tokenizer, ids),
             batch_size=args.batch_size,
             max_minutes=args.max_minutes,
         ):
             tokens, written = tokens + len(done.token_ids), written + 1
-            bar.update()
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s")
-            if bar.disable and written % 50 == 0:
-                print(f"distill: {written} of {len(work.todo)} answers, {tokens} tokens", file=sys.stderr)
+            progress.advance(f"{tokens / (time.perf_counter() - started):.0f} tokens/s")
     print(
         f"{args.output}: {written} new answers, {tokens} tokens in {time.perf_counter() - started:.0f} s",
         file=sys.stderr,

@@ -6,28 +6,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from infer.engine import Engine
+from infer.progress import Progress
 from infer.requests import Request
 from mtp import MTPStack, Target
 from mtp.acceptance import AcceptanceStats
 from mtp.replay import replay_text
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """One way to decode: its speed, its acceptance, and whether its text is that of plain decoding."""
+    """One way to decode: its speed, its acceptance, and how many of its texts are those of plain decoding."""
 
     name: str
-    tokens: int
-    seconds: float
-    stats: AcceptanceStats | None
-    identical: int
+    tokens: int = 0
+    seconds: float = 0.0
+    stats: AcceptanceStats | None = None
+    identical: int = 0
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    def add(self, answer: list[int], stats: AcceptanceStats | None, *, same: bool) -> None:
+        """Counts one answer."""
+        self.tokens += len(answer)
+        self.identical += same
+        if stats is not None:
+            self.stats = self.stats or AcceptanceStats(stats.num_drafts)
+            self.stats.merge(stats)
 
 
 @dataclass(frozen=True)
@@ -101,23 +109,21 @@ def compare(
         ways[f"corrected, {drafts} drafts"] = _engine_way(Engine(target, stack, num_drafts=drafts))
     ways[f"uncorrected, {most} drafts"] = _engine_way(Engine(target, stack, correct=False))
 
-    rows: list[Row] = []
+    rows = [Row(name) for name in ways]
     plain: list[list[int]] = []
-    with tqdm(total=len(ways) * len(requests), unit="prompt", desc="decode", disable=None) as bar:
-        for name, way in ways.items():
-            way(Request(requests[0].prompt_ids, 4))  # first calls allocate and compile
-            total, answers, started = None, [], time.perf_counter()
-            for request in requests:
+    for way in ways.values():
+        way(Request(requests[0].prompt_ids, 4))  # first calls allocate and compile
+    with Progress("compare", len(requests), "prompt") as progress:
+        for request in requests:
+            # Every way in turn on each prompt, so that a machine that slows down slows them alike.
+            for row, way in zip(rows, ways.values(), strict=True):
+                started = time.perf_counter()
                 answer, stats = way(request)
-                answers.append(answer)
-                if stats is not None:
-                    total = total or AcceptanceStats(stats.num_drafts)
-                    total.merge(stats)
-                bar.update()
-            seconds = time.perf_counter() - started
-            plain = plain or answers
-            same = sum(ours == theirs for ours, theirs in zip(answers, plain, strict=True))
-            rows.append(Row(name, sum(map(len, answers)), seconds, total, same))
+                row.seconds += time.perf_counter() - started
+                if row is rows[0]:
+                    plain.append(answer)
+                row.add(answer, stats, same=answer == plain[-1])
+            progress.advance()
     replayed = AcceptanceStats(most)
     for request, answer in zip(requests, plain, strict=True):
         tokens = torch.tensor([*request.prompt_ids, *answer], device=target.device)

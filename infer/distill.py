@@ -70,7 +70,7 @@ class Distillation:
         """Finds what an earlier run has left to do.
 
         Raises:
-            UserError: the output was made with other settings, or a prompt cannot be decoded.
+            UserError: the output was made with other settings.
         """
         settings = {
             "target": target.name,
@@ -82,8 +82,6 @@ class Distillation:
         self.target, self.output = target, output
         by_id = {prompt_id(prompt): prompt for prompt in prompts}
         requests = {key: Request(prompt.token_ids, max_new_tokens, n) for n, (key, prompt) in enumerate(by_id.items())}
-        for request in requests.values():
-            Engine(target).validate(request)
         done = written_ids(output, settings)
         self._keys, self._prompts = list(by_id), list(by_id.values())
         self.todo = [request for key, request in requests.items() if key not in done]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from infer.pickers import Greedy, Picker
-from infer.requests import Completion, Request, Sequence
+from infer.requests import Completion, Request, Sequence, validate_prompt
 from mtp import MTPStack, Target, UserError, alignment
 from mtp.acceptance import AcceptanceStats, emitted, leading_matches
 from mtp.cache import Cells, CellTable
@@ -94,25 +94,15 @@ class Engine:
                 return
             yield from self.step()
 
-    def validate(self, request: Request) -> None:
-        """Raises :class:`UserError` if the request cannot be decoded."""
-        length, context = len(request.prompt_ids), self.target.context_length
-        if length == 0:
-            raise UserError(f"prompt {request.key}: empty; give at least one token")
-        if length >= context:
-            raise UserError(
-                f"prompt {request.key}: {length} tokens do not fit the target's context of {context} "
-                "(one more is needed for an answer); shorten it"
-            )
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.target.vocab_size:
-            raise UserError(f"prompt {request.key}: a token id lies outside 0..{self.target.vocab_size - 1}")
-        if request.max_new_tokens < 1:
-            raise UserError(f"prompt {request.key}: max_new_tokens must be at least 1, got {request.max_new_tokens}")
-
     @torch.inference_mode()
     def submit(self, request: Request) -> Completion | None:
         """Prefills a request into a free slot and drafts; returns its completion if one token ends it."""
-        self.validate(request)
+        try:
+            validate_prompt(request.prompt_ids, self.target)
+            if request.max_new_tokens < 1:
+                raise UserError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+        except UserError as error:
+            raise UserError(f"prompt {request.key}: {error}") from None
         assert len(self.active) < self.batch_size
         length = len(request.prompt_ids)
         limit = min(request.max_new_tokens, self.target.context_length - length)

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mtp import UserError
+from infer.requests import validate_prompt
+from mtp import Target, UserError
 from mtp.errors import first_line
 
 SHOWN = 3  # broken lines named one by one
@@ -49,15 +50,27 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
     return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
+@dataclass(frozen=True)
+class Encoder:
+    """Turns records into prompts that the target can continue; ``raw``: no chat template, text as it stands."""
+
+    tokenizer: PreTrainedTokenizerBase
+    target: Target
+    raw: bool = False
+
+    def __call__(self, record: dict[str, Any]) -> Prompt:
+        """Returns the prompt of a record with ``messages``, ``prompt`` or ``prompt_ids``.
+
+        Raises:
+            UserError: none of the three fields, one of the wrong form, or a prompt that the target cannot take.
+        """
+        token_ids = encode(record, self.tokenizer, raw=self.raw)
+        validate_prompt(token_ids, self.target)
+        return Prompt(token_ids, record)
+
+
 def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, raw: bool) -> tuple[int, ...]:
-    """Returns the token ids of a record with ``messages``, ``prompt`` or ``prompt_ids``.
-
-    Args:
-        raw: no chat template; a prompt is tokenised as it stands.
-
-    Raises:
-        UserError: none of the three fields, or one of the wrong form.
-    """
+    """Returns the token ids of a record; raises :class:`UserError` if it has none."""
     if "prompt_ids" in record:
         ids = record["prompt_ids"]
         if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
@@ -67,7 +80,7 @@ def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, raw: b
         messages = record["messages"]
     elif "prompt" in record:
         if not isinstance(record["prompt"], str) or not record["prompt"]:
-            raise UserError("empty prompt")
+            raise UserError("empty prompt: 'prompt' is not a text of one character or more")
         messages = [{"role": "user", "content": record["prompt"]}]
     else:
         raise UserError("none of the fields 'messages', 'prompt', 'prompt_ids'")
@@ -85,7 +98,7 @@ def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, raw: b
     return tuple(ids)
 
 
-def read_prompts(lines: Iterable[bytes], where: str, tokenizer: PreTrainedTokenizerBase, *, raw: bool) -> Prompts:
+def read_prompts(lines: Iterable[bytes], where: str, encoder: Encoder) -> Prompts:
     """Reads one prompt a line: a JSON object (``messages``, ``prompt`` or ``prompt_ids``), or plain text.
 
     Broken lines are skipped, counted and the first ones named; empty lines are passed over.
@@ -97,7 +110,7 @@ def read_prompts(lines: Iterable[bytes], where: str, tokenizer: PreTrainedTokeni
     for number, line in enumerate(lines, start=1):
         try:
             if record := _parse(line):
-                result.prompts.append(Prompt(encode(record, tokenizer, raw=raw), record))
+                result.prompts.append(encoder(record))
         except UserError as error:
             result.skip(f"{where}:{number}", str(error))
     return result
@@ -116,11 +129,11 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         raise UserError(f"broken JSON ({error})") from None
 
 
-def read_prompt_file(path: Path, tokenizer: PreTrainedTokenizerBase, *, raw: bool) -> Prompts:
+def read_prompt_file(path: Path, encoder: Encoder) -> Prompts:
     """Reads a prompt file; raises :class:`UserError` if it cannot be read or holds no prompt."""
     try:
         with path.open("rb") as lines:
-            result = read_prompts(lines, str(path), tokenizer, raw=raw)
+            result = read_prompts(lines, str(path), encoder)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if not result.prompts:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from mtp import Target, UserError
 from mtp.acceptance import AcceptanceStats
 
 
@@ -12,6 +13,20 @@ class Request:
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     key: int = 0
+
+
+def validate_prompt(prompt_ids: tuple[int, ...], target: Target) -> None:
+    """Raises :class:`UserError` if the target cannot continue this prompt."""
+    length, context = len(prompt_ids), target.context_length
+    if length == 0:
+        raise UserError("empty prompt; give at least one token")
+    if length >= context:
+        raise UserError(
+            f"{length} tokens do not fit the target's context of {context} (one more is needed for an answer); "
+            "shorten the prompt"
+        )
+    if not 0 <= min(prompt_ids) <= max(prompt_ids) < target.vocab_size:
+        raise UserError(f"a token id lies outside the target's 0..{target.vocab_size - 1}")
 
 
 @dataclass(frozen=True)
