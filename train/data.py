@@ -7,6 +7,8 @@ every epoch, so a row always meets the same rank and its kept hidden states are 
 Shapes: N rows of the data set, B rows of a batch, n tokens of a row.
 """
 
+import bisect
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -108,15 +110,26 @@ def lay_out(rows: list[list[Record]], row_length: int) -> Rows:
     return packed
 
 
-def draft_vocabulary(records: list[Record], size: int | None, target: Target) -> tuple[int, ...] | None:
-    """Returns the most frequent token ids to learn and every end-of-sequence id, ascending; None for all."""
-    if size is None or size >= target.vocab_size:
-        return None
+def draft_vocabulary(
+    records: list[Record], target: Target, *, size: int | None, coverage: float | None
+) -> tuple[tuple[int, ...] | None, float]:
+    """Counts the tokens to learn and keeps the most frequent ones, by number or by the share of them to cover.
+
+    Returns:
+        The kept token ids and every end-of-sequence id, ascending (None for the whole vocabulary), and the share
+        of the tokens to learn that are among them.
+    """
+    if (size is None or size >= target.vocab_size) and coverage is None:
+        return None, 1.0
     counts: Counter[int] = Counter()
     for record in records:
         counts.update(token for token, learn in zip(record.token_ids, record.learn, strict=True) if learn)
-    frequent = sorted(counts, key=lambda token: (-counts[token], token))[:size]
-    return tuple(sorted({*frequent, *target.eos_token_ids}))
+    frequent = sorted(counts, key=lambda token: (-counts[token], token))
+    if coverage is not None:
+        seen = list(itertools.accumulate(counts[token] for token in frequent))
+        size = 1 + bisect.bisect_left(seen, coverage * counts.total())
+    kept = {*frequent[:size], *target.eos_token_ids}
+    return tuple(sorted(kept)), sum(counts[token] for token in kept) / counts.total()
 
 
 class Order:

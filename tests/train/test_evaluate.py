@@ -8,7 +8,7 @@ from mtp.cache import Packed
 from mtp.replay import draft_choices
 from tests.builders import make_stack, make_target
 from train.data import pack
-from train.evaluate import Replay, stats_from_tensor, stats_record, stats_tensor
+from train.evaluate import Evaluation, Replay
 from train.records import ReadReport, Record
 from train.trainer import learning_rate
 
@@ -39,10 +39,11 @@ def test_replay_walks_the_modules_own_choices_record_by_record():
                 record.token_ids[row + 2] = choice[row]
     replay = make_replay(records, target)
     runs = [replay.run(stack, rank=0, world_size=1, device=torch.device("cpu")) for _ in range(2)]
-    assert runs[0].summary() == runs[1].summary()  # kept hidden states change nothing
+    assert runs[0].record() == runs[1].record()  # kept hidden states change nothing
     parts = [replay.run(stack, rank=rank, world_size=2, device=torch.device("cpu")) for rank in range(2)]
-    merged = stats_from_tensor(stats_tensor(parts[0]) + stats_tensor(parts[1]))
-    assert merged.summary() == runs[0].summary()
+    both = Evaluation.from_tensor(parts[0].tensor() + parts[1].tensor())
+    assert both.record() == pytest.approx(runs[0].record(), rel=1e-12)
+    merged = both.replayed
     assert merged.accepted > 0
 
     rounds = accepted = 0
@@ -60,7 +61,7 @@ def test_replay_walks_the_modules_own_choices_record_by_record():
                 right += 1
             rounds, accepted, last = rounds + 1, accepted + right, last + right + 1
     assert (merged.rounds, merged.accepted) == (rounds, accepted)
-    assert stats_record(merged)["eval/acceptance_length"] == 1 + accepted / rounds
+    assert both.record()["eval/acceptance_length"] == 1 + accepted / rounds
 
 
 def test_only_wanted_rows_get_a_choice():
@@ -70,7 +71,8 @@ def test_only_wanted_rows_get_a_choice():
     wanted = torch.zeros(1, 12, dtype=torch.bool)
     wanted[0, 4:8] = True
     hidden = target.forward(rows.tokens, Packed(rows.documents), target_hidden="post_norm").hidden
-    drafts = draft_choices(stack, hidden, rows.tokens, rows.documents, wanted, chunk_rows=3)
+    outputs = stack.unroll(hidden, rows.tokens, Packed(rows.documents))
+    drafts = draft_choices(stack, outputs, rows.tokens, wanted, chunk_rows=3)
     assert (drafts[0, 4:8] >= 0).all()
     assert (drafts[0, :4] == -1).all()
     assert (drafts[0, 8:] == -1).all()
