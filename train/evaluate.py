@@ -44,7 +44,7 @@ class Replay:
 
     def run(self, stack: MTPStack, *, rank: int, world_size: int, device: torch.device) -> AcceptanceStats:
         """Returns this rank's counts; every rank runs equally many forwards (ZeRO stage 3 needs it)."""
-        stats = AcceptanceStats(stack.contract.num_modules)
+        stats = AcceptanceStats(stack.contract.draft_steps)
         batches = self._batches()
         was_training = stack.training
         stack.eval()
@@ -65,8 +65,8 @@ class Replay:
 
     @torch.no_grad()
     def _replay_batch(self, number: int, batch: list[Record], stack: MTPStack, device: torch.device) -> AcceptanceStats:
-        stats = AcceptanceStats(stack.contract.num_modules)
-        shortest = stack.contract.num_modules + 2  # so that every module runs on every rank
+        stats = AcceptanceStats(stack.contract.draft_steps)
+        shortest = stack.contract.draft_steps + 2  # so that every module runs on every rank
         length = max([shortest, *(len(record.token_ids) for record in batch)])
         rows = lay_out([[record] for record in batch] or [[]], length).take(list(range(max(len(batch), 1))), device)
         prompts = torch.tensor([record.prompt_length for record in batch] or [0], device=device)

@@ -23,9 +23,9 @@ from train.teacher import Teacher, wide
 CROSS_ENTROPY, DIVERGENCE, CELLS = 0, 1, 2  # rows of the statistics
 
 
-def depth_weights(beta: float, num_modules: int) -> list[float]:
+def depth_weights(beta: float, draft_steps: int) -> list[float]:
     """Returns beta^(i-1) for i = 1..k, normalised to sum 1."""
-    raw = [beta**depth for depth in range(num_modules)]
+    raw = [beta**depth for depth in range(draft_steps)]
     return [weight / sum(raw) for weight in raw]
 
 

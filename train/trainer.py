@@ -68,15 +68,15 @@ class Trainer:
         self._read_data()
         stack = MTPStack(self.contract, self.target)
         self.engine = Engine(config, Objective(stack, config.loss.chunk_rows), ranks)
-        self.weights = torch.tensor(depth_weights(config.loss.beta, config.modules.num_modules), device=ranks.device)
+        self.weights = torch.tensor(depth_weights(config.loss.beta, config.modules.depths), device=ranks.device)
         self._resume()
 
     def _read_data(self) -> None:
         data, modules = self.config.data, self.config.modules
-        if data.row_length < modules.num_modules + 2:
+        if data.row_length < modules.depths + 2:
             raise UserError(
-                f"data.row_length = {data.row_length} leaves module {modules.num_modules} no row; give at least "
-                f"{modules.num_modules + 2}"
+                f"data.row_length = {data.row_length} leaves draft {modules.depths} no row; give at least "
+                f"{modules.depths + 2}"
             )
         if data.row_length > self.target.context_length:
             raise UserError(
@@ -87,7 +87,7 @@ class Trainer:
         self.reports: list[ReadReport] = [report]
         self.contract = modules.contract(draft_vocabulary(records, modules.draft_vocab_size, self.target))
         self.rows = pack(records, data.row_length, self.config.seed)
-        self.supervised = self.rows.supervised(modules.num_modules).tolist()
+        self.supervised = self.rows.supervised(modules.depths).tolist()
         if not self.supervised[0]:
             raise UserError(f"{data.train}: no record is long enough to train module 1; records need 3 tokens or more")
         self.order = Order(len(self.rows), self.config.steps.rows_per_step, self.config.seed)
@@ -199,7 +199,7 @@ class Trainer:
 
     def _step(self, rate: float) -> tuple[dict[str, float], int]:
         """Runs one optimizer step and returns its figures and the tokens of the global batch."""
-        ranks, depths = self.ranks, self.config.modules.num_modules
+        ranks, depths = self.ranks, self.config.modules.depths
         indices = self.order.step(self.step)
         whole = self.rows.take(indices, "cpu")
         # Every rank knows the whole step's rows, so the global counts need no communication.
