@@ -92,9 +92,11 @@ class Reference:
 class _Observer:
     """Keeps every module output by row beside the engine's caches, and compares both with references."""
 
-    def __init__(self, engine: Engine, references: dict[int, Reference], report: CheckReport) -> None:
+    def __init__(
+        self, engine: Engine, texts: dict[int, Tensor], references: dict[int, Reference], report: CheckReport
+    ) -> None:
         assert engine.stack is not None
-        self.engine, self.references, self.report = engine, references, report
+        self.engine, self.texts, self.references, self.report = engine, texts, references, report
         self.outputs = [CellTable(engine.batch_size) for _ in engine.module_tables]
         engine.extra_tables += self.outputs
         self._hook = engine.stack.register_forward_hook(self._keep, with_kwargs=True)
@@ -104,30 +106,49 @@ class _Observer:
 
     def _keep(self, module, args, kwargs, output) -> None:  # noqa: ANN001 - torch's hook signature
         context: Cells = args[2]
-        table = self.outputs[kwargs["index"] - 1]
+        table = self.outputs[0 if self.engine.recursive else kwargs["index"] - 1]
         table.write(output.hidden[:, None], output.final[:, None], context)
 
     def compare(self) -> None:
-        """Compares every committed cell of every active sequence."""
+        """Compares every committed cell of every active sequence, and the steps of a recursive module."""
         for slot, sequence in enumerate(self.engine.active):
-            reference = self.references[sequence.request.key]
-            for index in range(1, self.engine.num_drafts + 1):
-                rows = alignment.exact_rows(sequence.last_token, index=index)
-                if rows == 0:
-                    continue
-                cache, outputs = self.engine.module_tables[index - 1], self.outputs[index - 1]
-                assert cache.keys is not None and cache.values is not None
-                assert outputs.keys is not None and outputs.values is not None
-                decoded = {"keys": cache.keys, "values": cache.values, "hidden": outputs.keys, "output": outputs.values}
-                where = f"prompt {sequence.request.key}, L = {sequence.last_token}, module {index}"
-                self._compare_cells(
-                    {name: tensor[slot, :rows].flatten(1) for name, tensor in decoded.items()},
-                    {name: tensor[:rows] for name, tensor in reference.cells[index].items()},
-                    where,
-                )
+            for index in range(1, self.engine.num_modules + 1):
+                rows = slice(alignment.exact_rows(sequence.last_token, index=index))
+                self._compare_rows(slot, index, rows, index, rows)
+            if self.engine.recursive:
+                self._compare_steps(slot, sequence.last_token)
+
+    def _compare_steps(self, slot: int, last_token: int) -> None:
+        """Compares the steps whose drafts so far are the text's: they read what the training forward reads."""
+        key = self._key(slot)
+        text, tokens = self.texts[key].tolist(), self.engine.tokens_of(slot)
+        started = alignment.last_row_with_hidden(last_token)
+        for index in range(2, min(self.engine.num_drafts, len(self.references[key].cells)) + 1):
+            end = alignment.token_rows(started, index=index) + 1  # after the last token that the step reads
+            if end > len(text) or tokens[last_token:end] != text[last_token:end]:
+                return
+            row = alignment.step_rows(started, index=index)
+            self._compare_rows(slot, 1, slice(row, row + 1), index, slice(started, started + 1))
+
+    def _compare_rows(self, slot: int, module: int, rows: slice, index: int, reference_rows: slice) -> None:
+        """Compares rows of a module's cache and outputs with rows of step or module ``index`` of the reference."""
+        cache, outputs, key = self.engine.module_tables[module - 1], self.outputs[module - 1], self._key(slot)
+        assert cache.keys is not None and cache.values is not None
+        assert outputs.keys is not None and outputs.values is not None
+        decoded = {"keys": cache.keys, "values": cache.values, "hidden": outputs.keys, "output": outputs.values}
+        self._compare_cells(
+            {name: tensor[slot, rows].flatten(1) for name, tensor in decoded.items()},
+            {name: tensor[reference_rows] for name, tensor in self.references[key].cells[index].items()},
+            f"prompt {key}, L = {self.engine.active[slot].last_token}, module {index}",
+        )
+
+    def _key(self, slot: int) -> int:
+        return self.engine.active[slot].request.key
 
     def _compare_cells(self, decoded: dict[str, Tensor], expected: dict[str, Tensor], where: str) -> None:
         report = self.report
+        if not decoded["keys"].numel():
+            return
         relative = []
         for name, cells in expected.items():
             scale = cells.abs().amax(dim=1).clamp(min=torch.finfo(cells.dtype).tiny)
@@ -167,11 +188,11 @@ def check_forced(
     usable = [text for text in texts if len(text) >= 3]
     requests, by_key = [], {}
     for key, text in enumerate(usable):
-        prompt = chooser.randint(1, min(len(text) - 2, 2 * len(stack.layers) + 2))
+        prompt = chooser.randint(1, min(len(text) - 2, 2 * stack.contract.draft_steps + 2))
         requests.append(Request(tuple(text[:prompt].tolist()), len(text) - prompt, key))
         by_key[key] = text
     vocab = stack.head.tokens(torch.arange(stack.head.weight.shape[0], device=target.device))
-    picker = ForcedText(by_key, vocab, engine_options.get("num_drafts") or len(stack.layers), seed)
+    picker = ForcedText(by_key, vocab, engine_options.get("num_drafts") or stack.contract.draft_steps, seed)
     _check(
         target,
         stack,
@@ -196,7 +217,7 @@ def _check(
 ) -> None:
     references = {key: Reference.of(target, stack, text) for key, text in texts.items()}
     engine = Engine(target, stack, picker=picker, **engine_options)
-    observer = _Observer(engine, references, report)
+    observer = _Observer(engine, texts, references, report)
     pending = list(reversed(requests))
     try:
         with Progress(f"check, {what}", len(requests), "text") as progress:

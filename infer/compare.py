@@ -99,7 +99,7 @@ def compare(
         all_drafts: corrected decoding with 1..k drafts, not just k.
         with_transformers: also ``generate`` of transformers, for its text and speed.
     """
-    most = len(stack.layers)
+    most = stack.contract.draft_steps
     ways: dict[str, Callable[[Request], tuple[list[int], AcceptanceStats | None]]] = {
         "plain": _engine_way(Engine(target, eos_token_ids=None))
     }

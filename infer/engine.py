@@ -43,7 +43,8 @@ class Engine:
     ) -> None:
         """Args:
             stack: the modules; None decodes with the target alone.
-            num_drafts: d, drafts a round; modules beyond d are not run. Default: all modules.
+            num_drafts: d, drafts a round; modules beyond d are not run. Default: all modules. A ``recursive``
+                module can draft more steps than it was trained for.
             correct: False leaves provisional cells as they are after a rejection, as engines without
                 correction do. The text stays the target's; acceptance falls. For comparison only.
             eos_token_ids: default, the target's own; empty never stops.
@@ -51,12 +52,15 @@ class Engine:
         Raises:
             UserError: more drafts than trained modules, or a size below its minimum.
         """
-        trained = 0 if stack is None else len(stack.layers)
+        trained = 0 if stack is None else stack.contract.draft_steps
+        self.recursive = stack is not None and stack.contract.recursive
         num_drafts = trained if num_drafts is None else num_drafts
-        if not 0 <= num_drafts <= trained:
+        if num_drafts < 0 or (num_drafts > trained and not self.recursive):
             raise UserError(
                 f"drafts: {num_drafts} asked for, but the checkpoint has {trained} trained modules; use 0..{trained}"
             )
+        # Modules with weights, and caches, of their own.
+        self.num_modules = min(num_drafts, 1) if self.recursive else num_drafts
         if batch_size < 1 or prefill_chunk < 1:
             raise UserError("batch size and prefill chunk must be at least 1")
         self.target, self.stack, self.num_drafts = target, stack, num_drafts
@@ -66,7 +70,7 @@ class Engine:
         self.target_hidden = "post_norm" if stack is None else stack.contract.target_hidden
         self.active: list[Sequence] = []
         self.target_tables = [CellTable(batch_size) for _ in target.layer_types]
-        self.module_tables = [CellTable(batch_size) for _ in range(num_drafts)]
+        self.module_tables = [CellTable(batch_size) for _ in range(self.num_modules)]
         self.extra_tables: list[CellTable] = []  # of an observer, moved with the sequences
         self._tokens = torch.zeros(batch_size, 0, dtype=torch.long, device=target.device)
         # Hidden states of the last rows, row r at r mod (2k+1): a round writes k+1 rows from P+1 on and
@@ -119,7 +123,7 @@ class Engine:
         self.active.append(sequence)
         if self.num_drafts:
             last_row = torch.tensor([length - 1], device=self._tokens.device)
-            self._draft(slice(slot, slot + 1), alignment.drafting_start(last_row, self.num_drafts))
+            self._draft(slice(slot, slot + 1), alignment.drafting_start(last_row, self.num_modules))
         return None
 
     @torch.inference_mode()
@@ -131,7 +135,7 @@ class Engine:
         rows = alignment.verify_rows(last_row, max(limits))
         picks, matches = self._verify(batch, rows)
         accepted = torch.tensor([min(m, limit) for m, limit in zip(matches, limits, strict=True)], device=rows.device)
-        start = alignment.redo_start(last_row, accepted, self.num_drafts if self.correct else 1)
+        start = self._first_row_to_run(last_row, accepted)
         for sequence, block, limit, count, first in zip(
             self.active, picks, limits, accepted.tolist(), start.tolist(), strict=True
         ):
@@ -162,7 +166,7 @@ class Engine:
 
     def _ingest(self, hidden: Tensor, cells: Cells) -> None:
         """Runs every module over rows of the prompt. Cells that read beyond it are redone by the first draft."""
-        for index in range(1, self.num_drafts + 1):
+        for index in range(1, self.num_modules + 1):
             assert self.stack is not None
             read = self._tokens[cells.sequences].gather(1, alignment.token_rows(cells.rows, index=index))
             output = self.stack(hidden, read, cells, index=index)
@@ -181,8 +185,19 @@ class Engine:
         matches = leading_matches(tokens[:, 1:], picks[:, :-1])
         return picks.tolist(), matches.tolist()
 
+    def _first_row_to_run(self, old_last_row: Tensor, accepted: Tensor) -> Tensor:
+        """Returns from which row on the modules run after a round that accepted so many drafts: [B]."""
+        if self.correct:
+            return alignment.redo_start(old_last_row, accepted, self.num_modules)
+        new_last_row = alignment.next_last_row(old_last_row, accepted)
+        return alignment.uncorrected_start(old_last_row, new_last_row, self.num_drafts, recursive=self.recursive)
+
     def _draft(self, batch: slice, start: Tensor) -> None:
-        """Corrects rows ``start..P`` of every module and drafts tokens L+1..L+k: one pass, k launches."""
+        """Corrects rows ``start..P`` of every module and drafts tokens L+1..L+k: one pass, k launches.
+
+        Steps of a ``recursive`` module after the first run one row each, P+1 and on, from its own output;
+        those rows are overwritten by the next pass.
+        """
         assert self.stack is not None
         last_token = self._last_tokens(batch)
         rows = alignment.window_rows(start, alignment.last_row_with_hidden(last_token))
@@ -191,7 +206,11 @@ class Engine:
         hidden = self._read_stash(batch, rows)
         tokens = self._tokens[batch]
         for index in range(1, self.num_drafts + 1):
-            read = tokens.gather(1, alignment.token_rows(rows, index=index))
+            if self.recursive and index > 1:
+                hidden = hidden[:, -1:]
+                rows = alignment.step_row(alignment.last_row_with_hidden(last_token), index=index)
+                cells = Cells(self.module_tables, rows, batch, int(rows.max()) + 1)
+            read = tokens.gather(1, alignment.token_rows(rows, index=1 if self.recursive else index))
             output = self.stack(hidden, read, cells, index=index)
             choice = self.picker.draft(self.stack.head(output.final[:, -1]), last_token, requests, index=index)
             draft = self.stack.head.tokens(choice)
@@ -199,6 +218,10 @@ class Engine:
             hidden = self.stack.next_input(hidden, output)
 
     # ------------------------------------------------------------------ bookkeeping
+    def tokens_of(self, slot: int) -> list[int]:
+        """Returns the tokens of an active sequence, its drafts included (and what lies beyond them)."""
+        return self._tokens[slot].tolist()
+
     def _emit(self, sequence: Sequence, block: list[int]) -> int:
         """Appends committed tokens up to an end of sequence, sets the finish reason, returns how many."""
         block = emitted(block, self.eos_token_ids)

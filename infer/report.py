@@ -15,13 +15,14 @@ def write_report(output: Path, target: str, check: dict[str, Any], compare: dict
     records = read_log(output / "train" / "log.jsonl")
     provenance = json.loads((output / "train" / "final" / "provenance.json").read_text(encoding="utf-8"))
     training = provenance["training"]
+    modules = training["config"]["modules"]
     plot(output / "report.png", records, compare)
     path = output / "report.md"
     evaluations = [record for record in records if "eval/acceptance_length" in record]
     lines = [
         "# Demo report",
         "",
-        f"Target {target}, k = {training['config']['modules']['num_modules']}; {machine}.",
+        f"Target {target}, k = {modules['draft_steps'] or modules['num_modules']}; {machine}.",
         f"Trained {training['step']} steps on {training['data'][0]['records']} answers, "
         f"{training['elapsed_seconds'] / 60:.1f} minutes; replay on {training['data'][1]['records']} held-out answers: "
         f"acceptance length {evaluations[-1]['eval/acceptance_length']:.3f}.",

@@ -7,9 +7,12 @@ and predicts ``x_{t+i+1}``. Module indices count from 1; ``index`` is keyword-on
 Shapes: B sequences of a batch, n tokens, R rows of a pass, S slots of a cell table.
 """
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
+Index = TypeVar("Index", int, Tensor)
 PADDING = -1  # document id of rows that belong to no document
 
 
@@ -47,6 +50,36 @@ def label_rows(cells: Tensor, *, index: int) -> Tensor:
     return cells + index
 
 
+def step_rows(rows: Index, *, index: int) -> Index:
+    """Returns where step ``index`` of a recursive module, started at ``rows``, stands: t + i - 1.
+
+    Step i reads the module's own output of row t+i-2 and token ``x_{t+i}``, so in terms of the row t it
+    started from, tokens and labels are those of cell (t, i).
+    """
+    return rows + index - 1
+
+
+def visible_in_steps(documents: Tensor, window: int | None, *, index: int) -> Tensor:
+    """Returns which keys step ``index`` sees: bool [B, 1, n, index * n], a block of n keys for each step 1..index.
+
+    As in decoding, the step started at row t sees the true rows up to t of its document (block 1) and what
+    its own earlier steps and itself wrote at rows t+1..t+i-1 (the diagonals of the other blocks), all of
+    them inside the window that ends at its own row t+i-1.
+
+    Args:
+        documents: int [B, n], of the rows that this step starts from.
+    """
+    rows = torch.arange(documents.shape[1], device=documents.device)
+    own = rows[:, None] == rows[None, :]
+    standing = step_rows(rows, index=index)[:, None]
+    first = visible_in_documents(documents, None)
+    blocks = [first & _causal(standing, rows[None, :], window)]
+    for step in range(2, index + 1):
+        block = own & _causal(standing, step_rows(rows, index=step)[None, :], window)
+        blocks.append(block.expand_as(first))
+    return torch.cat(blocks, dim=-1)
+
+
 def positions_in_documents(documents: Tensor) -> Tensor:
     """Returns each row's place inside its own document: int [B, n], 0 at every document's start."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
@@ -81,7 +114,12 @@ def rope_positions(rows: Tensor, positions: str, *, index: int) -> Tensor:
     return rows + index if positions == "token" else rows
 
 
-def token_rows(rows: Tensor, *, index: int) -> Tensor:
+def step_row(last_row: Tensor, *, index: int) -> Tensor:
+    """Returns the one row that drafting step ``index`` of a recursive module writes, P + i - 1: [B] -> [B, 1]."""
+    return step_rows(last_row, index=index)[:, None]
+
+
+def token_rows(rows: Index, *, index: int) -> Index:
     """Returns where in the token table cell (t, i) reads: t + i."""
     return rows + index
 
@@ -99,6 +137,16 @@ def redo_start(old_last_row: Tensor, accepted: Tensor, num_modules: int) -> Tens
     """
     provisional = (num_modules - 1 - accepted).clamp(min=0)
     return (old_last_row + 1 - provisional).clamp(min=0)
+
+
+def uncorrected_start(old_last_row: Tensor, new_last_row: Tensor, num_drafts: int, *, recursive: bool) -> Tensor:
+    """Returns the first row that an engine without correction computes after a round: rows it has no slot for.
+
+    A recursive module has filled rows up to P_old + k - 1 from its own output; of the others no row after
+    P_old has been run.
+    """
+    filled = num_drafts - 1 if recursive else 0
+    return torch.minimum(old_last_row + 1 + filled, new_last_row)
 
 
 def stash_places(rows: Tensor, size: int) -> Tensor:
@@ -130,9 +178,14 @@ def exact_rows(last_token: int, *, index: int) -> int:
     return max(last_token - index + 1, 0)
 
 
-def last_row_with_hidden(last_token: Tensor) -> Tensor:
+def last_row_with_hidden(last_token: Index) -> Index:
     """Returns P = L - 1, the last row whose target hidden state is known."""
     return last_token - 1
+
+
+def next_last_row(old_last_row: Tensor, accepted: Tensor) -> Tensor:
+    """Returns P after a round: it committed A + 1 tokens."""
+    return old_last_row + accepted + 1
 
 
 def draft_limit(remaining: int, num_drafts: int) -> int:

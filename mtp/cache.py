@@ -114,6 +114,45 @@ class Packed:
         return Packed(self.documents[:, :count], self.recorder, masks)
 
 
+@dataclass(frozen=True)
+class PackedSteps:
+    """Unrolls one module over packed documents, each step on the keys of the steps before it.
+
+    The context of step ``index`` (0: before the first): a query of row t is the step started at row t of its document.
+    """
+
+    packed: Packed
+    index: int = 0
+    _kept: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
+
+    @property
+    def rows(self) -> Tensor:
+        return alignment.step_rows(self.packed.rows, index=self.index)
+
+    def visible(self, window: int | None) -> Tensor:
+        return alignment.visible_in_steps(self.packed.documents, window, index=self.index)
+
+    def store(self, *, index: int | None) -> KeyValueStore:
+        return _StepStore(self)
+
+    def next_step(self, count: int) -> "PackedSteps":
+        """Returns the context of the step after this one, for its first ``count`` rows."""
+        kept = [(keys[:, :, :count], values[:, :, :count]) for keys, values in self._kept]
+        return PackedSteps(self.packed.first_rows(count), self.index + 1, kept)
+
+
+@dataclass(frozen=True)
+class _StepStore:
+    steps: PackedSteps
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if self.steps.packed.recorder is not None:
+            self.steps.packed.recorder.cells[self.steps.index] = (keys.transpose(1, 2), values.transpose(1, 2))
+        self.steps._kept[self.steps.index - 1 :] = [(keys, values)]  # once, also if backward runs the step again
+        all_keys, all_values = zip(*self.steps._kept, strict=True)
+        return torch.cat(all_keys, dim=2), torch.cat(all_values, dim=2)
+
+
 class Recorder:
     """Keeps the keys and values that layers of the modules computed: ``cells[index] = (keys, values)``."""
 

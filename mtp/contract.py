@@ -13,7 +13,7 @@ from typing import Any
 
 from mtp.errors import UserError
 
-RECURRENCES = ("chained", "target_fed")
+RECURRENCES = ("chained", "target_fed", "recursive")
 CHOICES = {
     "recurrence": RECURRENCES,
     "target_hidden": ("post_norm", "pre_norm"),
@@ -28,9 +28,12 @@ class Contract:
     """Every field is required: :meth:`for_new_modules` is the only place with defaults.
 
     Attributes:
-        recurrence: ``chained`` (module i reads module i-1, DeepSeek-V3) or ``target_fed`` (every
-            module reads the target's hidden state, MiMo-V2).
-        num_modules: k.
+        recurrence: ``chained`` (module i reads module i-1: DeepSeek-V3), ``target_fed`` (every module
+            reads the target's hidden state: MiMo-V2) or ``recursive`` (one module, applied again to its
+            own output at advancing rows: FastMTP, GLM).
+        num_modules: how many modules have weights; 1 for ``recursive``.
+        draft_steps: k, how many drafts a round they were trained for; ``num_modules``, but for
+            ``recursive``, which can also draft more.
         target_hidden: the point of the target that module 1 reads: after or before its final norm.
         chain_hidden: what a module hands on: after or before its own ``post_norm``.
         concat: order of embedding and hidden state into ``eh_proj``.
@@ -41,6 +44,7 @@ class Contract:
 
     recurrence: str
     num_modules: int
+    draft_steps: int
     target_hidden: str
     chain_hidden: str
     concat: str
@@ -55,8 +59,17 @@ class Contract:
                 raise UserError(
                     f"contract field {field!r}: {value!r} is not supported; use one of {', '.join(choices)}"
                 )
-        if type(self.num_modules) is not int or self.num_modules < 1:
-            raise UserError(f"contract field 'num_modules': {self.num_modules!r} is not a whole number of at least 1")
+        for field in ("num_modules", "draft_steps"):
+            value = getattr(self, field)
+            if type(value) is not int or value < 1:
+                raise UserError(f"contract field {field!r}: {value!r} is not a whole number of at least 1")
+        if self.recursive and self.num_modules != 1:
+            raise UserError(f"contract field 'num_modules': recursive has 1 module, not {self.num_modules}")
+        if not self.recursive and self.draft_steps != self.num_modules:
+            raise UserError(
+                f"contract field 'draft_steps': {self.draft_steps} steps need as many modules, but num_modules is "
+                f"{self.num_modules}; only recursive drafts more than one step with a module"
+            )
         if type(self.mask_first_embedding) is not bool:
             raise UserError(
                 f"contract field 'mask_first_embedding': {self.mask_first_embedding!r} is not true or false"
@@ -71,11 +84,18 @@ class Contract:
         if any(low >= high for low, high in itertools.pairwise(ids)):
             raise UserError("contract field 'draft_vocab': token ids must be ascending, each once")
 
+    @property
+    def recursive(self) -> bool:
+        """Returns whether one module makes all drafts."""
+        return self.recurrence == "recursive"
+
     @classmethod
-    def for_new_modules(cls, num_modules: int, **fields: Any) -> "Contract":
+    def for_new_modules(cls, draft_steps: int, **fields: Any) -> "Contract":
         """Returns the contract of freshly made modules: what the widest set of engines can run."""
+        recursive = fields.get("recurrence") == "recursive"
         defaults: dict[str, Any] = {
             "recurrence": "chained",
+            "num_modules": 1 if recursive else draft_steps,
             "target_hidden": "post_norm",
             "chain_hidden": "post_norm",
             "concat": "embed_first",
@@ -83,7 +103,7 @@ class Contract:
             "mask_first_embedding": False,
             "draft_vocab": None,
         }
-        return cls(num_modules=num_modules, **(defaults | fields))
+        return cls(draft_steps=draft_steps, **(defaults | fields))
 
     def save(self, path: Path) -> None:
         """Writes the contract as JSON."""

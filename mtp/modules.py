@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mtp import alignment
-from mtp.cache import Context, Packed
+from mtp.cache import Context, Packed, PackedSteps
 from mtp.contract import Contract
 from mtp.errors import UserError
 from mtp.target import Target
@@ -63,19 +63,20 @@ class MTPStack(nn.Module):
         return self._target[0]
 
     def forward(self, hidden: Tensor, tokens: Tensor, context: Context, *, index: int) -> ModuleOutput:
-        """Runs module ``index`` (from 1) over the cells at the context's rows.
+        """Runs module ``index`` (from 1) over the cells at the context's rows; the steps of ``recursive`` share one.
 
         Args:
             hidden: [B, R, H], ``h^{i-1}`` of those rows (module 1, or every module of ``target_fed``: ``H``).
-            tokens: int [B, R], ``x_{t+i}`` of those rows.
+            tokens: int [B, R], ``x_{t+i}`` of those rows (``recursive``: the token after the row they stand at).
             context: packed documents, or cells by row.
 
         Raises:
             UserError: there is no module ``index``.
         """
-        if not 1 <= index <= len(self.layers):
+        module_index = 1 if self.contract.recursive else index
+        if not 1 <= module_index <= len(self.layers):
             raise UserError(f"module {index} does not exist: the checkpoint has modules 1..{len(self.layers)}")
-        module, target, contract = cast(MTPModule, self.layers[index - 1]), self.target, self.contract
+        module, target, contract = cast(MTPModule, self.layers[module_index - 1]), self.target, self.contract
         dtype = module.eh_proj.weight.dtype
         embedded = target.embed(tokens).to(dtype)
         if contract.mask_first_embedding:
@@ -84,14 +85,14 @@ class MTPStack(nn.Module):
         if contract.concat == "hidden_first":
             parts.reverse()
         projected = module.eh_proj(torch.cat(parts, dim=-1))
-        positions = alignment.rope_positions(context.rows, contract.positions, index=index)
-        before_norm = target.run_block(module.mtp_block, projected, context, positions, index=index)
+        positions = alignment.rope_positions(context.rows, contract.positions, index=module_index)
+        before_norm = target.run_block(module.mtp_block, projected, context, positions, index=module_index)
         final = module.post_norm(before_norm)
         return ModuleOutput(final if contract.chain_hidden == "post_norm" else before_norm, final)
 
     def next_input(self, hidden: Tensor, output: ModuleOutput) -> Tensor:
         """Returns what module i+1 reads, given what module i read and gave."""
-        return output.hidden if self.contract.recurrence == "chained" else hidden
+        return hidden if self.contract.recurrence == "target_fed" else output.hidden
 
     def unroll(self, hidden: Tensor, tokens: Tensor, context: Packed) -> Iterator[tuple[int, ModuleOutput]]:
         """Yields ``(index, output)`` of every module over whole packed rows: *the* training forward.
@@ -100,12 +101,17 @@ class MTPStack(nn.Module):
             hidden: [B, n, H], the target's hidden states at the contract's point.
             tokens: int [B, n].
 
-        Module i gives rows 0..n-1-i; modules with no row left (n <= i) are not run.
+        Module i gives rows 0..n-1-i; modules with no row left (n <= i) are not run. For ``recursive`` row t of
+        step i is the step started at row t.
         """
-        for index in range(1, min(len(self.layers), tokens.shape[1] - 1) + 1):
+        steps = PackedSteps(context)
+        for index in range(1, min(self.contract.draft_steps, tokens.shape[1] - 1) + 1):
             hidden = alignment.module_rows(hidden, tokens, index=index)
             read = alignment.cell_tokens(tokens, index=index)
-            run = functools.partial(self, context=context.first_rows(read.shape[1]), index=index)
+            if self.contract.recursive:
+                steps = steps.next_step(read.shape[1])
+            here = steps if self.contract.recursive else context.first_rows(read.shape[1])
+            run = functools.partial(self, context=here, index=index)
             recompute = self.activation_checkpointing and torch.is_grad_enabled()
             output = checkpoint(run, hidden, read, use_reentrant=False) if recompute else run(hidden, read)
             yield index, output

@@ -47,7 +47,7 @@ def draft_choices(
         wanted: bool [B, n].
         chunk_rows: rows of logits that exist at a time.
     """
-    drafts = torch.full((*tokens.shape, stack.contract.num_modules), -1, device=tokens.device)
+    drafts = torch.full((*tokens.shape, stack.contract.draft_steps), -1, device=tokens.device)
     for index, output in outputs:
         here = alignment.module_rows(wanted, tokens, index=index)
         alignment.module_rows(drafts, tokens, index=index)[..., index - 1] = choices(

@@ -51,7 +51,7 @@ def plain_loss(objective: Objective, rows: Rows) -> Tensor:
     stack = objective.stack
     hidden, final = stack.target.forward(rows.tokens, Packed(rows.documents), target_hidden="post_norm")
     p = wide(stack.head(final)).softmax(-1)
-    loss, weights = p.new_zeros(()), depth_weights(0.6, stack.contract.num_modules)
+    loss, weights = p.new_zeros(()), depth_weights(0.6, stack.contract.draft_steps)
     for index, output in stack.unroll(hidden, rows.tokens, Packed(rows.documents)):
         cells = alignment.supervised_cells(rows.loss_mask, rows.documents, index=index).nonzero()
         label = (cells[:, 0], alignment.label_rows(cells[:, 1], index=index))
@@ -71,7 +71,7 @@ def step(objective: Objective, rows: Rows, way: str, step_loss: StepLoss = SOFT)
         finals = [output.final.sum() for _, output in stack.unroll(hidden, rows.tokens, Packed(rows.documents))]
         torch.stack(finals).sum().backward()
         return
-    k = stack.contract.num_modules
+    k = stack.contract.draft_steps
     scales = torch.tensor(depth_weights(0.6, k), device=rows.tokens.device)
     scales = scales / rows.supervised(k).to(scales.device)
     teacher = teach(stack.target, rows, target_hidden="post_norm", chunk_rows=objective.chunk_rows)

@@ -28,9 +28,13 @@ class Section(BaseModel):
 
 
 class Modules(Section):
-    """The modules and their recurrence; the fields are those of the contract."""
+    """The modules and their recurrence; the fields are those of the contract.
+
+    ``draft_steps`` is needed for ``recursive`` only: how many steps its one module is unrolled for.
+    """
 
     num_modules: PositiveInt = 3
+    draft_steps: PositiveInt | None = None
     recurrence: str = "chained"
     target_hidden: str = "post_norm"
     chain_hidden: str = "post_norm"
@@ -48,8 +52,18 @@ class Modules(Section):
 
     def contract(self, draft_vocab: tuple[int, ...] | None) -> Contract:
         """Returns the contract of these modules; raises :class:`UserError` for an unsupported value."""
-        fields = self.model_dump(exclude={"draft_vocab_size", "draft_vocab_coverage"})
-        return Contract(**fields, draft_vocab=draft_vocab)
+        if self.recurrence == "recursive" and (self.num_modules != 1 or self.draft_steps is None):
+            raise UserError(
+                "modules.recurrence: recursive trains one module for several steps; give modules.num_modules=1 and "
+                "modules.draft_steps=3, say"
+            )
+        fields = self.model_dump(exclude={"draft_vocab_size", "draft_vocab_coverage", "draft_steps"})
+        return Contract(**fields, draft_steps=self.depths, draft_vocab=draft_vocab)
+
+    @property
+    def depths(self) -> int:
+        """Returns k, how many drafts a round are trained."""
+        return self.draft_steps or self.num_modules
 
 
 class Data(Section):
@@ -65,11 +79,11 @@ class Data(Section):
 class Loss(Section):
     """Depth i weighs beta^(i-1), normalised to sum 1; ``chunk_rows`` bounds the memory of head and loss.
 
-    The kinds are defined in train/objective.py; ``lk`` and ``tv`` learn by ``kl`` for ``warmup_fraction`` of the run.
+    The kinds are defined in train/objective.py; ``lk`` and ``tv`` learn by ``kl`` until ``kl_warmup_fraction`` is done.
     """
 
     kind: Literal["kl", "cross_entropy", "lk", "tv"] = "kl"
-    warmup_fraction: Fraction = 0.5
+    kl_warmup_fraction: Fraction = 0.5
     beta: Annotated[float, Field(gt=0, le=1)] = 0.6
     chunk_rows: PositiveInt = 256
 

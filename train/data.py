@@ -44,11 +44,11 @@ class Rows:
             self.loss_mask[picked].masked_fill(fill, False).to(device),
         )
 
-    def supervised(self, num_modules: int) -> Tensor:
+    def supervised(self, draft_steps: int) -> Tensor:
         """Returns how many cells of each module have a label: int [k]."""
         counts = [
             alignment.supervised_cells(self.loss_mask, self.documents, index=index).sum()
-            for index in range(1, num_modules + 1)
+            for index in range(1, draft_steps + 1)
         ]
         return torch.stack(counts)
 

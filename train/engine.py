@@ -148,7 +148,7 @@ class Engine:
         self.stage = settings.get("zero_optimization", {}).get("stage", 0)
         options = config.optimizer
         optimizer = torch.optim.AdamW(
-            _parameter_groups(objective, options.weight_decay), lr=options.learning_rate, betas=options.betas
+            parameter_groups(objective, options.weight_decay), lr=options.learning_rate, betas=options.betas
         )
         try:
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -220,7 +220,8 @@ class Engine:
             raise UserError(f"{folder}: the saved state is incomplete; remove that folder to use an earlier one")
 
 
-def _parameter_groups(objective: Objective, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(objective: Objective, weight_decay: float) -> list[dict[str, Any]]:
+    """Returns the optimizer's groups: matrices with weight decay, the rest without; frozen ones in neither."""
     trained = [parameter for parameter in objective.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]

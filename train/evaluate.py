@@ -125,7 +125,7 @@ class Replay:
 
     def run(self, stack: MTPStack, *, rank: int, world_size: int, device: torch.device) -> Evaluation:
         """Returns this rank's counts; every rank runs equally many forwards (ZeRO stage 3 needs it)."""
-        result = Evaluation(AcceptanceStats(stack.contract.num_modules))
+        result = Evaluation(AcceptanceStats(stack.contract.draft_steps))
         batches = self._batches()
         was_training = stack.training
         stack.eval()
@@ -146,7 +146,7 @@ class Replay:
 
     @torch.no_grad()
     def _evaluate_batch(self, number: int, batch: list[Record], stack: MTPStack, device: torch.device) -> Evaluation:
-        depths = stack.contract.num_modules
+        depths = stack.contract.draft_steps
         stats = AcceptanceStats(depths)
         shortest = depths + 2  # so that every module runs on every rank
         length = max([shortest, *(len(record.token_ids) for record in batch)])

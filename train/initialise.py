@@ -11,7 +11,7 @@ from mtp.checkpoint import load_checkpoint
 from mtp.modules import MTPModule
 from train.config import Init
 
-FREE_FIELDS = ("num_modules", "draft_vocab")  # no weight of a module depends on them
+FREE_FIELDS = ("num_modules", "draft_steps", "draft_vocab")  # no weight of a module depends on them
 
 
 def new_stack(contract: Contract, target: Target, options: Init) -> MTPStack:

@@ -36,9 +36,9 @@ from train.teacher import Teacher, probabilities, wide
 LOSS, DIVERGENCE, CELLS = 0, 1, 2  # rows of the statistics
 
 
-def depth_weights(beta: float, num_modules: int) -> list[float]:
+def depth_weights(beta: float, draft_steps: int) -> list[float]:
     """Returns beta^(i-1) for i = 1..k, normalised to sum 1."""
-    raw = [beta**depth for depth in range(num_modules)]
+    raw = [beta**depth for depth in range(draft_steps)]
     return [weight / sum(raw) for weight in raw]
 
 
@@ -54,15 +54,15 @@ class StepLoss:
         """Returns the loss at a progress of the run in 0..1."""
         if options.kind == "cross_entropy":
             return cls("hard")
-        if options.kind == "kl" or progress < options.warmup_fraction:
+        if options.kind == "kl" or progress < options.kl_warmup_fraction:
             return cls("soft")
         if options.kind == "tv":
             return cls("end_to_end")
-        return cls("soft", 1 - (progress - options.warmup_fraction) / max(1 - options.warmup_fraction, 1e-9))
+        return cls("soft", 1 - (progress - options.kl_warmup_fraction) / max(1 - options.kl_warmup_fraction, 1e-9))
 
-    def weights(self, beta: float, num_modules: int) -> list[float]:
+    def weights(self, beta: float, draft_steps: int) -> list[float]:
         """Returns what each depth weighs; they sum to 1."""
-        return depth_weights(1.0 if self.form == "end_to_end" else beta, num_modules)
+        return depth_weights(1.0 if self.form == "end_to_end" else beta, draft_steps)
 
 
 class Objective(nn.Module):

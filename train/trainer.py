@@ -74,10 +74,10 @@ class Trainer:
 
     def _read_data(self) -> None:
         data, modules = self.config.data, self.config.modules
-        if data.row_length < modules.num_modules + 2:
+        if data.row_length < modules.depths + 2:
             raise UserError(
-                f"data.row_length = {data.row_length} leaves module {modules.num_modules} no row; give at least "
-                f"{modules.num_modules + 2}"
+                f"data.row_length = {data.row_length} leaves draft {modules.depths} no row; give at least "
+                f"{modules.depths + 2}"
             )
         if data.row_length > self.target.context_length:
             raise UserError(
@@ -91,7 +91,7 @@ class Trainer:
         )
         self.contract = modules.contract(draft_vocab)
         self.rows = pack(records, data.row_length, self.config.seed)
-        self.supervised = self.rows.supervised(modules.num_modules).tolist()
+        self.supervised = self.rows.supervised(modules.depths).tolist()
         if not self.supervised[0]:
             raise UserError(f"{data.train}: no record is long enough to train module 1; records need 3 tokens or more")
         self.order = Order(len(self.rows), self.config.steps.rows_per_step, self.config.seed)
@@ -209,7 +209,7 @@ class Trainer:
     def _step(self, progress: float) -> tuple[dict[str, float], int]:
         """Runs one optimizer step and returns its figures and the tokens of the global batch."""
         rate, step_loss = learning_rate(self.config, progress), StepLoss.at(self.config.loss, progress)
-        ranks, depths = self.ranks, self.config.modules.num_modules
+        ranks, depths = self.ranks, self.config.modules.depths
         indices = self.order.step(self.step)
         whole = self.rows.take(indices, "cpu")
         # Every rank knows the whole step's rows, so the global counts need no communication.

@@ -157,7 +157,8 @@ def test_broken_prompt_lines_are_skipped_counted_and_named(capsys, target_folder
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         '\ufeff{"prompt": "good"}\n{"prompt": \n{"question": "?"}\n{"prompt": ""}\n{"prompt_ids": ["a"]}\n'
-        '{"prompt": "\\ud800"}\n{"prompt_ids": [999]}\n' + json.dumps({"prompt": "long" * 99}) + "\n" + '{"a":' * 20000 + "\n"
+        '{"prompt": "\\ud800"}\n{"prompt_ids": [999]}\n' + json.dumps({"prompt": "long" * 99})
+        + "\n" + '{"a":' * 20000 + "\n"
         '{"messages": [{"role": "user", "content": "good \u4f60\u597d, one line\u2028 still"}]}\n', encoding="utf-8",
     )  # fmt: skip
     status, out, err = run(

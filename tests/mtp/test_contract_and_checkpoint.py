@@ -33,7 +33,8 @@ def test_a_contract_with_a_missing_field_is_refused_by_name(tmp_path, field):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("recurrence", "recursive"),
+        ("draft_steps", 3),
+        ("draft_steps", 0),
         ("recurrence", "eagle"),
         ("num_modules", 0),
         ("num_modules", True),
@@ -120,3 +121,12 @@ def test_a_truncated_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"modules\.safetensors"):
         load_checkpoint(tmp_path / "b", target)
     assert_equal(load_checkpoint(tmp_path / "a", target).layers[0].eh_proj.weight, stack.layers[0].eh_proj.weight)
+
+
+def test_a_recursive_contract_has_one_module_and_any_number_of_steps(tmp_path):
+    contract = Contract.for_new_modules(4, recurrence="recursive")
+    assert (contract.num_modules, contract.draft_steps) == (1, 4)
+    contract.save(tmp_path / "contract.json")
+    assert Contract.load(tmp_path / "contract.json") == contract
+    with pytest.raises(UserError, match="num_modules"):
+        Contract.for_new_modules(4, recurrence="recursive", num_modules=4)

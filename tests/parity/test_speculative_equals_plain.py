@@ -44,6 +44,19 @@ def test_any_number_of_drafts_equals_transformers_generate(family):
                 assert {key: done.token_ids for key, done in got.items()} == expected
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_a_recursive_module_drafts_any_number_of_steps(family):
+    target = make_target(family, dtype=torch.float64)
+    stack = make_stack(target, 2, recurrence="recursive")
+    requests = requests_of((1, 7, 30), target, 16)
+    with KeepFloat64():
+        expected = {key: done.token_ids for key, done in decode(target, None, requests).items()}
+        for drafts in (0, 1, 2, 5):
+            for correct in (True, False):
+                got = decode(target, stack, requests, num_drafts=drafts, batch_size=2, correct=correct)
+                assert {key: done.token_ids for key, done in got.items()} == expected
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
@@ -65,7 +78,7 @@ def test_each_row_of_a_batch_equals_its_solo_run(lengths, batch_size, drafts, bu
             assert len(alone.token_ids) == budget
 
 
-@pytest.mark.parametrize("recurrence", ["chained", "target_fed"])
+@pytest.mark.parametrize("recurrence", ["chained", "target_fed", "recursive"])
 def test_replay_counts_the_rounds_of_a_real_decode(recurrence):
     """Replay of the training forward == decoding, round for round (EAGLE#195, SpecForge#128)."""
     target = make_target("llama", dtype=torch.float64)

@@ -29,7 +29,7 @@ FIELDS = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("fields", FIELDS, ids=str)
+@pytest.mark.parametrize("fields", [*FIELDS, {"recurrence": "recursive"}], ids=str)
 def test_packed_equals_each_document_alone(family, fields):
     """(a) attention, positions and every module's shift stay inside a document; padding changes nothing."""
     target = make_target(family, dtype=torch.float64)
@@ -76,6 +76,27 @@ def test_training_forward_equals_cached_prefill_at_every_chunk_boundary(family, 
                     hidden = stack.next_input(hidden, output)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fields", [{}, {"positions": "token", "chain_hidden": "pre_norm"}], ids=str)
+def test_unrolled_steps_equal_drafting_from_every_row(family, fields):
+    """(b) for recursive: step i started at row t sees the true rows up to t and its own rows, as in decoding."""
+    target = make_target(family, dtype=torch.float64)
+    stack = make_stack(target, 4, recurrence="recursive", **fields)
+    tokens = random_tokens(1, 14)
+    with exact():
+        whole = unroll(stack, tokens, one_document(tokens))
+        for start in range(10):
+            table = [CellTable(1)]
+            output = stack(
+                whole[0].hidden[:, : start + 1], tokens[:, 1 : start + 2], cached(table, 0, start + 1), index=1
+            )
+            assert_equal(output.final, whole[1].final[:, : start + 1], "true rows")
+            for index in (2, 3, 4):
+                row = start + index - 1
+                output = stack(output.hidden[:, -1:], tokens[:, [row + 1]], cached(table, row, row + 1), index=index)
+                assert_equal(output.final[:, 0], whole[index].final[:, start], f"step {index} from row {start}")
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("concat", ["embed_first", "hidden_first"])
 def test_our_module_equals_transformers_mtp_layer_on_equal_weights(family, concat):
@@ -107,6 +128,7 @@ def test_our_module_equals_transformers_mtp_layer_on_equal_weights(family, conca
     "fields",
     [
         {"recurrence": "target_fed"},
+        {"recurrence": "recursive"},
         {"target_hidden": "pre_norm"},
         {"chain_hidden": "pre_norm"},
         {"concat": "hidden_first"},

@@ -102,6 +102,20 @@ def test_every_stage_gives_the_curve_of_one_rank(base, stage):
     assert_same_run(base, f"stage-{stage}")
 
 
+def test_a_recursive_module_trains_and_two_ranks_give_the_curve_of_one(base):
+    one_module = {"modules.recurrence": "recursive", "modules.num_modules": 1, "modules.draft_steps": 3}
+    one = base("recursive-1", environment=NO_KEY, **settings(base, **one_module))
+    assert one.returncode == 0, one.stderr
+    stage = "{zero_optimization: {stage: 3, stage3_param_persistence_threshold: 0}}"
+    two = base("recursive-2", ranks=2, environment=NO_KEY, deepspeed=stage, **settings(base, **one_module))
+    assert two.returncode == 0, two.stdout + two.stderr
+    curves = [torch.tensor(base.curve(name, *FIGURES)) for name in ("recursive-1", "recursive-2")]
+    torch.testing.assert_close(*curves, rtol=1e-5, atol=1e-5)
+    assert curves[0][-1, 0] < curves[0][0, 0]
+    stack = load_checkpoint(base.folder / "recursive-1" / "final", Target.load(str(base.folder / "target")))
+    assert (len(stack.layers), stack.contract.draft_steps) == (1, 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_bfloat16_trains(base, stage):
