@@ -3,6 +3,7 @@
 import math
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from mtp import MTPStack, Target, UserError
 from train.config import Config
-from train.data import Order, draft_vocabulary, micro_batches, pack, usable_records
+from train.data import Order, micro_batches, read_rows
 from train.engine import Engine, Ranks, versions
 from train.evaluate import Replay, stats_from_tensor, stats_record, stats_tensor
 from train.objective import CELLS, CROSS_ENTROPY, DIVERGENCE, Objective, depth_weights, objective_inputs
 from train.records import ReadReport, read_records
 from train.runs import RunFolder
+from train.shards import Shards
 from train.teacher import TeacherMemory
 from train.tracking import Tracker
 
@@ -73,26 +75,18 @@ class Trainer:
 
     def _read_data(self) -> None:
         data, modules = self.config.data, self.config.modules
-        if data.row_length < modules.depths + 2:
-            raise UserError(
-                f"data.row_length = {data.row_length} leaves draft {modules.depths} no row; give at least "
-                f"{modules.depths + 2}"
-            )
-        if data.row_length > self.target.context_length:
-            raise UserError(
-                f"data.row_length = {data.row_length} exceeds the target's {self.target.context_length} positions"
-            )
-        records, report = read_records(data.train, self.target)
-        records = usable_records(records, data.row_length, data.supervise, report)
+        self.rows, self.contract, report = read_rows(self.config, self.target)
         self.reports: list[ReadReport] = [report]
-        self.contract = modules.contract(draft_vocabulary(records, modules.draft_vocab_size, self.target))
-        self.rows = pack(records, data.row_length, self.config.seed)
         self.supervised = self.rows.supervised(modules.depths).tolist()
         if not self.supervised[0]:
             raise UserError(f"{data.train}: no record is long enough to train module 1; records need 3 tokens or more")
         self.order = Order(len(self.rows), self.config.steps.rows_per_step, self.config.seed)
         point, chunk = self.contract.target_hidden, self.config.loss.chunk_rows
-        self.teacher = TeacherMemory(self.target, target_hidden=point, chunk_rows=chunk, keep=data.keep_hidden)
+        self.teacher: TeacherMemory | Shards = TeacherMemory(
+            self.target, target_hidden=point, chunk_rows=chunk, keep=data.keep_hidden
+        )
+        if data.hidden_states:
+            self.teacher = Shards(Path(data.hidden_states), self.rows, self.target, target_hidden=point)
         self.replay: Replay | None = None
         if data.heldout:
             heldout, report = read_records(data.heldout, self.target)
