@@ -67,13 +67,18 @@ class Modules(Section):
 
 
 class Data(Section):
-    """Text to learn from. ``supervise`` names the tokens that count as labels."""
+    """Text to learn from. ``supervise`` names the tokens that count as labels.
+
+    ``keep_hidden`` keeps the target's hidden states in memory over epochs; ``hidden_states`` is a folder that
+    ``python -m train.hidden`` wrote, read instead of running the target.
+    """
 
     train: str
     heldout: str | None = None
     row_length: Annotated[int, Field(ge=4)] = 512
     supervise: Literal["assistant", "all"] = "assistant"
     keep_hidden: bool = False
+    hidden_states: str | None = None
 
 
 class Loss(Section):

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtp import Target, UserError, alignment
-from train.records import ReadReport, Record
+from mtp import Contract, Target, UserError, alignment
+from train.config import Config
+from train.records import ReadReport, Record, read_records
 
 FILL = -1  # index of the all-padding row that fills a batch
 OPEN_ROWS = 64  # rows that packing tries before it starts a new one
@@ -51,6 +52,28 @@ class Rows:
             for index in range(1, draft_steps + 1)
         ]
         return torch.stack(counts)
+
+
+def read_rows(config: Config, target: Target) -> tuple[Rows, Contract, ReadReport]:
+    """Returns a run's packed rows, the contract of its modules, and what was read.
+
+    Raises:
+        UserError: no usable text, or a row length that does not fit the modules or the target.
+    """
+    data, modules = config.data, config.modules
+    if data.row_length < modules.depths + 2:
+        raise UserError(
+            f"data.row_length = {data.row_length} leaves draft {modules.depths} no row; give at least "
+            f"{modules.depths + 2}"
+        )
+    if data.row_length > target.context_length:
+        raise UserError(f"data.row_length = {data.row_length} exceeds the target's {target.context_length} positions")
+    records, report = read_records(data.train, target)
+    records = usable_records(records, data.row_length, data.supervise, report)
+    draft_vocab, report.vocab_coverage = draft_vocabulary(
+        records, target, size=modules.draft_vocab_size, coverage=modules.draft_vocab_coverage
+    )
+    return pack(records, data.row_length, config.seed), modules.contract(draft_vocab), report
 
 
 def usable_records(records: list[Record], row_length: int, supervise: str, report: ReadReport) -> list[Record]:

@@ -3,6 +3,7 @@
 import math
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,13 +11,14 @@ from torch import Tensor
 
 from mtp import Target, UserError
 from train.config import Config
-from train.data import Order, draft_vocabulary, micro_batches, pack, usable_records
+from train.data import Order, micro_batches, read_rows
 from train.engine import Engine, Ranks, versions
 from train.evaluate import Evaluation, Replay
 from train.initialise import new_stack
 from train.objective import CELLS, DIVERGENCE, LOSS, Objective, StepLoss, objective_inputs
 from train.records import ReadReport, read_records
 from train.runs import RunFolder
+from train.shards import Shards
 from train.teacher import TeacherMemory
 from train.tracking import Tracker
 
@@ -74,32 +76,19 @@ class Trainer:
 
     def _read_data(self) -> None:
         data, modules = self.config.data, self.config.modules
-        if data.row_length < modules.depths + 2:
-            raise UserError(
-                f"data.row_length = {data.row_length} leaves draft {modules.depths} no row; give at least "
-                f"{modules.depths + 2}"
-            )
-        if data.row_length > self.target.context_length:
-            raise UserError(
-                f"data.row_length = {data.row_length} exceeds the target's {self.target.context_length} positions"
-            )
-        records, report = read_records(data.train, self.target)
-        records = usable_records(records, data.row_length, data.supervise, report)
+        self.rows, self.contract, report = read_rows(self.config, self.target)
         self.reports: list[ReadReport] = [report]
-        draft_vocab, self.vocab_coverage = draft_vocabulary(
-            records, self.target, size=modules.draft_vocab_size, coverage=modules.draft_vocab_coverage
-        )
-        self.contract = modules.contract(draft_vocab)
-        self.rows = pack(records, data.row_length, self.config.seed)
         self.supervised = self.rows.supervised(modules.depths).tolist()
         if not self.supervised[0]:
             raise UserError(f"{data.train}: no record is long enough to train module 1; records need 3 tokens or more")
         self.order = Order(len(self.rows), self.config.steps.rows_per_step, self.config.seed)
         point, chunk = self.contract.target_hidden, self.config.loss.chunk_rows
         self.soft = self.config.loss.kind != "cross_entropy"
-        self.teacher = TeacherMemory(
+        self.teacher: TeacherMemory | Shards = TeacherMemory(
             self.target, target_hidden=point, chunk_rows=chunk, keep=data.keep_hidden, soft=self.soft
         )
+        if data.hidden_states:
+            self.teacher = Shards(Path(data.hidden_states), self.rows, self.target, target_hidden=point)
         self.replay: Replay | None = None
         if data.heldout:
             heldout, report = read_records(data.heldout, self.target)
@@ -152,7 +141,9 @@ class Trainer:
         tracker.say(f"{epoch}; supervised cells: {cells}")
         if self.contract.draft_vocab is not None:
             kept = f"{len(self.contract.draft_vocab)} of {self.target.vocab_size} tokens"
-            tracker.say(f"draft vocabulary: {kept}, {self.vocab_coverage:.2%} of the training text's tokens to learn")
+            tracker.say(
+                f"draft vocabulary: {kept}, {self.reports[0].vocab_coverage:.2%} of the training text's tokens to learn"
+            )
         if 0 in self.supervised:
             tracker.say("warning: a module without supervised cells is not trained; the records are too short for it")
         if self.step:
@@ -266,7 +257,7 @@ class Trainer:
             "processes": self.ranks.world_size,
             "zero_stage": self.engine.stage,
             "config": self.config.model_dump(mode="json"),
-            "draft_vocab_coverage": round(self.vocab_coverage, 6),
+            "draft_vocab_coverage": round(self.reports[0].vocab_coverage, 6),
             "data": [{"file": each.path, "sha256": each.sha256, "records": each.records} for each in self.reports],
             "versions": versions(),
         }
