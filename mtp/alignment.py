@@ -208,7 +208,9 @@ def matches_with_text(drafts: Tensor, tokens: Tensor) -> list[int]:
     return right.long().cumprod(dim=1).sum(dim=1).tolist()
 
 
-def walk_rounds(leading_matches: list[int], prompt_length: int, length: int, num_drafts: int) -> list[tuple[int, int]]:
+def walk_rounds(
+    leading_matches: list[int], prompt_length: int, length: int, num_drafts: int, limit: int
+) -> list[tuple[int, int]]:
     """Walks a text as decoding would and returns ``(accepted, proposed)`` drafts of every round.
 
     Args:
@@ -216,11 +218,12 @@ def walk_rounds(leading_matches: list[int], prompt_length: int, length: int, num
         prompt_length: tokens of the prompt; the first answer token is the prefill's own.
         length: tokens of the whole text.
         num_drafts: drafts of a round.
+        limit: tokens the whole text was allowed to have; it may have ended before, at an end of sequence.
     """
     rounds, last_token = [], prompt_length
     while last_token < length - 1:
-        proposed = draft_limit(length - 1 - last_token, num_drafts)
-        accepted = min(proposed, leading_matches[last_token - 1])
+        proposed = draft_limit(limit - 1 - last_token, num_drafts)
+        accepted = min(proposed, draft_limit(length - 1 - last_token, num_drafts), leading_matches[last_token - 1])
         rounds.append((accepted, proposed))
         last_token += accepted + 1
     return rounds

@@ -157,8 +157,8 @@ class Replay:
         wanted = alignment.replayed_rows(rows.documents, prompts)
         drafts = draft_choices(stack, outputs, rows.tokens, wanted, chunk_rows=self.chunk_rows).cpu()
         for place, record in enumerate(batch):
-            tokens = torch.tensor(record.token_ids)
-            stats.merge(acceptance.replay(drafts[place, : len(tokens)], tokens, record.prompt_length or 0))
+            tokens, prompt = torch.tensor(record.token_ids), record.prompt_length or 0
+            stats.merge(acceptance.replay(drafts[place, : len(tokens)], tokens, prompt, limit=len(tokens)))
         starts, *proposed = (
             alignment.proposed_label_rows(rows.documents, prompts, index=index) for index in range(depths + 1)
         )

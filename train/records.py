@@ -16,7 +16,7 @@ from typing import Any
 import transformers
 
 from mtp import Target, UserError
-from mtp.errors import first_line
+from mtp.errors import one_line
 
 SHORTEST = 2  # tokens; from 3 on module 1 has a label
 
@@ -76,7 +76,7 @@ class Renderer:
                 self._loaded = transformers.AutoTokenizer.from_pretrained(self.target.name, trust_remote_code=False)
             except Exception as error:  # whatever a library makes of a damaged folder
                 raise UserError(
-                    f"target {self.target.name!r} has no usable tokenizer ({first_line(error)}), and the data "
+                    f"target {self.target.name!r} has no usable tokenizer ({one_line(error)}), and the data "
                     "has messages or text; add the tokenizer to the folder or give prompt_ids and response_ids"
                 ) from None
         return self._loaded
@@ -128,7 +128,7 @@ class Renderer:
                 messages, add_generation_prompt=prompt, tokenize=True, return_dict=False
             )
         except Exception as error:
-            raise Unusable(f"refused by the chat template: {first_line(error)[:80]}") from None
+            raise Unusable(f"refused by the chat template: {one_line(error)[:80]}") from None
 
 
 def read_records(path: str, target: Target) -> tuple[list[Record], ReadReport]:
