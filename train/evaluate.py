@@ -3,7 +3,7 @@
 *Expected acceptance length* is ``1 + sum_j prod_{i<=j} sum_x min(p(x), q_i(x))``, the mean over every row t from
 which a round can start: the prompt's last row to the text's third last one. p is the target's distribution at row
 t+i, q_i that of module i in cell (t, i), both at temperature 1 without top-k or top-p, q_i 0 outside the draft
-vocabulary; j runs over the drafts that a decode would propose at t (fewer near the end of the text). It is read off
+vocabulary; j runs over the drafts that replay can accept at t (fewer near the end of the text). It is read off
 the training forward, so module i sees the text's own tokens where a decode would have sampled drafts: it is an
 estimate of what sampled drafts give on text like this, exact only for the first draft, and not a replay.
 
