@@ -34,12 +34,12 @@ def test_broken_lines_are_skipped_counted_and_named(tmp_path):
         GOOD,
     )
     records, report = read_records(path, target)
-    assert [record.token_ids for record in records] == [[5, 6, 7, 8, 9]] * 2
-    assert records[0].learn == [False, False, True, True, True]
+    assert [list(record.token_ids) for record in records] == [[5, 6, 7, 8, 9]] * 2
+    assert list(records[0].learn) == [False, False, True, True, True]
     assert report.skipped.total() == 8
     assert report.first_skipped[0] == f"{path}:2: not JSON"
     assert len(report.first_skipped) == 3
-    assert "8 lines skipped" in report.text()
+    assert "8 records skipped" in report.text()
 
 
 def test_no_usable_line_or_no_file_is_an_error(tmp_path):
@@ -124,7 +124,7 @@ def test_long_records_are_cut_and_counted_and_useless_ones_dropped(tmp_path):
         write(tmp_path / "d.jsonl", GOOD, {"prompt_ids": [1] * 9, "response_ids": [2]}), make_target()
     )
     usable = usable_records(records, 4, "assistant", report)
-    assert [record.token_ids for record in usable] == [[5, 6, 7, 8]]
+    assert [list(record.token_ids) for record in usable] == [[5, 6, 7, 8]]
     assert report.cut == 2
     assert report.skipped.total() == 1
     assert len(usable_records(records, 4, "all", report)) == 2
