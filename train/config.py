@@ -240,11 +240,8 @@ def _explain(problem: Any, path: Path, flags: list[str]) -> str:
         return f"{where}: unknown key {dotted!r}; {_suggestion(names)}"
     if problem["type"] == "missing":
         return f"{where}: key {dotted!r} is required; add it to the file or give {dotted}=..."
-    known = [
-        name
-        for name in names
-        if (name.isidentifier() or name.isdigit()) and name not in ("str", "dict", "int", "float")
-    ]
+    known = [name for name in names if name.isidentifier() or name.isdigit()]
+    known = [name for name in known if name not in ("str", "dict", "int", "float")]
     message = problem["msg"].removeprefix("Value error, ")
     given = problem["input"]
     shown = "" if isinstance(given, dict) else f", not {given!r}"

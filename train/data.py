@@ -79,7 +79,7 @@ def read_training(
 
 
 def weighted(records: list[Record], weight: float, seed: int) -> list[Record]:
-    """Returns ``weight`` times as many records, at least one: all of them as often as it goes, a drawn part once more."""
+    """Returns ``weight`` times as many records, at least one: all as often as it goes, a drawn part once more."""
     times, rest = divmod(max(1, round(weight * len(records))), len(records))
     drawn = torch.randperm(len(records), generator=torch.Generator().manual_seed(seed))[:rest].sort().values.tolist()
     return records * times + [records[place] for place in drawn]

@@ -82,7 +82,7 @@ class Trainer:
         self.rows, self.contract, self.reports = read_rows(self.config, self.target, write_cache=main)
         self.supervised = self.rows.supervised(modules.depths).tolist()
         if not self.supervised[0]:
-            raise UserError(f"data.train: no record is long enough to train module 1; records need 3 tokens or more")
+            raise UserError("data.train: no record is long enough to train module 1; records need 3 tokens or more")
         self.order = Order(len(self.rows), self.config.steps.rows_per_step, self.config.seed)
         point, chunk = self.contract.target_hidden, self.config.loss.chunk_rows
         self.teacher: TeacherMemory | Shards = TeacherMemory(
