@@ -24,7 +24,8 @@ Turn = dict[str, Any]
 class Vocabulary(Protocol):
     """What of a target its text depends on; :class:`mtp.Target` is one."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -176,8 +177,8 @@ class Renderer:
         if not until.startswith(prompt):
             raise UserError(
                 f"the chat template of target {self.target.name!r} rewrites the prompt once the answer is there, so "
-                "the assistant's tokens cannot be told from the rest; put {% generation %} markers around the answer in "
-                "the template (chat_template.jinja), or give prompt_ids and response_ids (mtp-infer distill does)"
+                "the assistant's tokens cannot be told from the rest; put {% generation %} markers around the answer "
+                "in the template (chat_template.jinja), or give prompt_ids and response_ids (mtp-infer distill does)"
             )
         before, ids = self._ids(prompt), self._ids(until)
         if ids[: len(before)] != before:  # the answer's first characters merge with the prompt's last ones

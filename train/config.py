@@ -98,7 +98,7 @@ class Data(Section):
     ``python -m train.hidden`` wrote, read instead of running the target.
     """
 
-    train: Annotated[tuple[WeightedSource, ...], Field(min_length=1)]
+    train: tuple[WeightedSource, ...]
     heldout: Source | None = None
     row_length: Annotated[int, Field(ge=4)] = 512
     packing: Literal["documents", "one_per_row"] = "documents"
@@ -110,6 +110,8 @@ class Data(Section):
     @pydantic.field_validator("train", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
+        if value in ([], None):
+            raise ValueError("name a file, a folder or a data set")
         return value if isinstance(value, (list, tuple)) else [value]
 
 
