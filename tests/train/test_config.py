@@ -74,3 +74,11 @@ def test_batch_must_divide_over_ranks_and_shipped_stages_are_read():
         settings = engine_settings(load(f"deepspeed=deepspeed/zero{stage}.json"), 2)
         assert settings["zero_optimization"]["stage"] == stage
         assert settings["gradient_accumulation_steps"] == 1
+
+
+def test_a_source_is_a_path_or_settings_or_a_list_of_both():
+    paths = [[source.source for source in load(flag).data.train] for flag in ("seed=1", "data.train=[x, {source: y}]")]
+    assert paths == [["d"], ["x", "y"]]
+    config = load("data.heldout={source: name, split: test}")
+    assert (config.data.heldout.split, config.data.train[0].weight) == ("test", 1)
+    assert load("data.heldout=h.jsonl").data.heldout.source == "h.jsonl"

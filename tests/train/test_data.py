@@ -5,7 +5,6 @@ import torch
 
 from mtp import UserError, alignment
 from tests.builders import make_target
-from tests.infer.conftest import save_tokenizer
 from train.data import FILL, Order, draft_vocabulary, micro_batches, pack, usable_records
 from train.records import Record, read_records
 
@@ -53,52 +52,6 @@ def test_no_usable_line_or_no_file_is_an_error(tmp_path):
     target.name = str(tmp_path / "nowhere")
     with pytest.raises(UserError, match="no usable tokenizer"):
         read_records(write(tmp_path / "t.jsonl", {"text": "hello"}), target)
-
-
-def chat_target(tmp_path, template=None):
-    save_tokenizer(tmp_path, **({"template": template} if template else {}))
-    target = make_target(vocab_size=120, eos_token_id=3)
-    target.name = str(tmp_path)
-    return target
-
-
-def test_every_assistant_turn_is_supervised(tmp_path):
-    turns = [("system", "s"), ("user", "ab"), ("assistant", "cd"), ("user", "e"), ("assistant", "f"), ("user", "g")]
-    messages = [{"role": role, "content": text} for role, text in turns]
-    folded = {"system": "s", "messages": messages[1:]}
-    target = chat_target(tmp_path)
-    for line in ({"messages": messages}, folded):
-        (record,), _ = read_records(write(tmp_path / "m.jsonl", line), target)
-        letters = [chr(token - 4 + 32) if token > 3 else f"<{token}>" for token in record.token_ids]
-        supervised = "".join(letter for letter, learn in zip(letters, record.learn, strict=True) if learn)
-        assert supervised == "cd<3>f<3>"
-    _, report = read_records(
-        write(
-            tmp_path / "m.jsonl",
-            folded,
-            {"messages": [{"role": "assistant", "content": None}]},
-            {"messages": [{"role": "user", "content": "x"}]},
-            {"messages": []},
-        ),
-        target,
-    )
-    assert report.skipped.total() == 3
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
-    template = "{% for m in messages %}{{ messages|length }}{{ m['content'] }}{% endfor %}"
-    target = chat_target(tmp_path, template)
-    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    with pytest.raises(UserError, match="chat template"):
-        read_records(write(tmp_path / "m.jsonl", line), target)
-
-
-def test_text_that_cannot_be_tokenised_is_skipped(tmp_path):
-    records, report = read_records(
-        write(tmp_path / "t.jsonl", {"text": "\ud800"}, {"text": "abc"}), chat_target(tmp_path)
-    )
-    assert len(records) == 1
-    assert report.first_skipped == [f"{tmp_path / 't.jsonl'}:1: text that cannot be tokenised"]
 
 
 def records_of(*lengths):
