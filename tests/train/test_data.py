@@ -5,15 +5,12 @@ import torch
 
 from mtp import UserError, alignment
 from tests.builders import make_target
-from train.data import FILL, Order, draft_vocabulary, micro_batches, pack, usable_records
+from tests.train.texts import write
+from train.config import load_config
+from train.data import FILL, Order, draft_vocabulary, micro_batches, pack, read_training, usable_records, weighted
 from train.records import Record, read_records
 
 GOOD = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9]}
-
-
-def write(path, *lines):
-    path.write_bytes(b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines))
-    return str(path)
 
 
 def test_broken_lines_are_skipped_counted_and_named(tmp_path):
@@ -83,6 +80,27 @@ def test_long_records_are_cut_and_counted_and_useless_ones_dropped(tmp_path):
     assert len(usable_records(records, 4, "all", report)) == 2
     with pytest.raises(UserError, match="row_length"):
         usable_records(records, 2, "assistant", report)
+
+
+def test_weights_repeat_whole_sources_and_draw_the_rest(tmp_path):
+    records = records_of(*range(3, 13))
+    assert weighted(records, 1, seed=0) == records
+    assert weighted(records, 2, seed=0) == records * 2
+    part = weighted(records, 1.5, seed=0)
+    assert part[:10] == records and len(part) == 15 and len({id(r) for r in part[10:]}) == 5
+    assert weighted(records, 1.5, seed=0) == part != weighted(records, 1.5, seed=1)
+    assert len(weighted(records, 0.01, seed=0)) == 1
+
+    write(tmp_path / "a.jsonl", *[GOOD] * 4)
+    write(tmp_path / "b.jsonl", {"prompt_ids": [1], "response_ids": [2, 3]}, {})
+    sources = f"[{tmp_path / 'a.jsonl'}, {{source: {tmp_path / 'b.jsonl'}, weight: 3}}]"
+    config = load_config("tiny.yaml", ["target=t", f"output={tmp_path}", f"data.train={sources}"])
+    target = make_target()
+    target.name = str(tmp_path)  # no tokenizer there, and none is needed
+    epoch, reports = read_training(config, target)
+    assert [list(record.token_ids) for record in epoch] == [[5, 6, 7, 8, 9]] * 4 + [[1, 2, 3]] * 3
+    assert [report.skipped.total() for report in reports] == [0, 1]
+    assert "1 records, 0 of them cut to the row length, 3 in an epoch" in reports[1].text()
 
 
 def test_every_row_once_per_epoch_for_any_number_of_ranks():

@@ -18,6 +18,7 @@ def command(tmp_path, capsys):
     target = chat_target(tmp_path)
     target.model.save_pretrained(tmp_path)
     path = write(tmp_path / "d.jsonl", *LINES)
+    capsys.readouterr()
 
     def run(*more):
         status = main(
