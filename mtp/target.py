@@ -32,6 +32,20 @@ FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm")
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
+def eos_token_ids(text_config: Any, generation_config: Any) -> tuple[int, ...]:
+    """Returns every end-of-sequence id of the generation config, or of the text config where that has none.
+
+    Raises:
+        UserError: one is not a token id.
+    """
+    eos = getattr(generation_config, "eos_token_id", None)
+    eos = text_config.eos_token_id if eos is None else eos
+    ids = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
+    if wrong := [token for token in ids if type(token) is not int]:
+        raise UserError(f"eos_token_id {wrong[0]!r} is not a token id; mend the target's configs")
+    return tuple(ids)
+
+
 class TargetOutput(NamedTuple):
     """``hidden`` [B, R, H] at the contract's point, ``final`` [B, R, H] after the final norm (the head's input)."""
 
@@ -178,13 +192,7 @@ class Target:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Returns every end-of-sequence id of the generation config, or of the config."""
-        generation = getattr(self.model, "generation_config", None)
-        eos = getattr(generation, "eos_token_id", None)
-        eos = self.config.eos_token_id if eos is None else eos
-        ids = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
-        if wrong := [token for token in ids if type(token) is not int]:
-            raise UserError(f"target {self.name!r}: eos_token_id {wrong[0]!r} is not a token id; mend its configs")
-        return tuple(ids)
+        return eos_token_ids(self.config, getattr(self.model, "generation_config", None))
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:

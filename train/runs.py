@@ -29,7 +29,7 @@ FREE: Any = {
     "checkpoint_every": True,
     "wandb": True,
     "output": True,
-    "data": {"keep_hidden", "hidden_states"},
+    "data": {"keep_hidden", "hidden_states", "cache"},
     "steps": {"epochs", "max_steps", "max_minutes", "micro_rows"},
 }
 LIMITS = ("epochs", "max_steps", "max_minutes")
