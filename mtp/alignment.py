@@ -251,3 +251,15 @@ def replayed_rows(documents: Tensor, prompt_lengths: Tensor) -> Tensor:
         prompt_lengths: int [B].
     """
     return (positions_in_documents(documents) >= prompt_lengths[:, None] - 1) & (documents != PADDING)
+
+
+def proposed_label_rows(documents: Tensor, prompt_lengths: Tensor, *, index: int) -> Tensor:
+    """Returns at which target rows r = t+i the draft of module ``index`` made at row t is verified: bool [B, n].
+
+    Row t is one that a round can start from, and the draft one that :func:`draft_limit` still lets it
+    propose: the last token of a text is never a draft's. Index 0 gives the rows that rounds can start from.
+    """
+    rows = replayed_rows(documents, prompt_lengths + index)
+    rows[:, -2:] = False
+    rows[:, :-2] &= documents[:, :-2] == documents[:, 2:]
+    return rows

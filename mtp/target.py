@@ -74,6 +74,13 @@ class Head:
         """Maps indices into these logits to token ids."""
         return choice if self.token_ids is None else self.token_ids[choice]
 
+    def places(self, tokens: Tensor) -> Tensor:
+        """Maps token ids to indices into these logits, -1 for those outside the draft vocabulary."""
+        if self.token_ids is None:
+            return tokens
+        places = torch.searchsorted(self.token_ids, tokens).clamp(max=len(self.token_ids) - 1)
+        return torch.where(self.token_ids[places] == tokens, places, -1)
+
 
 class Target:
     """A frozen causal LM. Not an ``nn.Module``, so no optimizer, engine or state dict can reach its weights."""
@@ -234,6 +241,11 @@ class Target:
     def new_block(self) -> nn.Module:
         """Returns a trainable copy of the target's last decoder layer: class, config and weights."""
         return copy.deepcopy(self.decoder.layers[-1]).requires_grad_(True)
+
+    @torch.no_grad()
+    def initialise(self, module: nn.Module) -> None:
+        """Redraws the weights that a module of a block has itself, as the architecture draws them for a new model."""
+        self.model._init_weights(module)
 
     def new_norm(self) -> nn.Module:
         """Returns a trainable norm of the target's class that does not rescale (its weights as made new)."""

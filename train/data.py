@@ -7,6 +7,8 @@ every epoch, so a row always meets the same rank and its kept hidden states are 
 Shapes: N rows of the data set, B rows of a batch, n tokens of a row.
 """
 
+import bisect
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -68,8 +70,10 @@ def read_rows(config: Config, target: Target) -> tuple[Rows, Contract, ReadRepor
         raise UserError(f"data.row_length = {data.row_length} exceeds the target's {target.context_length} positions")
     records, report = read_records(data.train, target)
     records = usable_records(records, data.row_length, data.supervise, report)
-    contract = modules.contract(draft_vocabulary(records, modules.draft_vocab_size, target))
-    return pack(records, data.row_length, config.seed), contract, report
+    draft_vocab, report.vocab_coverage = draft_vocabulary(
+        records, target, size=modules.draft_vocab_size, coverage=modules.draft_vocab_coverage
+    )
+    return pack(records, data.row_length, config.seed), modules.contract(draft_vocab), report
 
 
 def usable_records(records: list[Record], row_length: int, supervise: str, report: ReadReport) -> list[Record]:
@@ -129,15 +133,26 @@ def lay_out(rows: list[list[Record]], row_length: int) -> Rows:
     return packed
 
 
-def draft_vocabulary(records: list[Record], size: int | None, target: Target) -> tuple[int, ...] | None:
-    """Returns the most frequent token ids to learn and every end-of-sequence id, ascending; None for all."""
-    if size is None or size >= target.vocab_size:
-        return None
+def draft_vocabulary(
+    records: list[Record], target: Target, *, size: int | None, coverage: float | None
+) -> tuple[tuple[int, ...] | None, float]:
+    """Counts the tokens to learn and keeps the most frequent ones, by number or by the share of them to cover.
+
+    Returns:
+        The kept token ids and every end-of-sequence id, ascending (None for the whole vocabulary), and the share
+        of the tokens to learn that are among them.
+    """
+    if (size is None or size >= target.vocab_size) and coverage is None:
+        return None, 1.0
     counts: Counter[int] = Counter()
     for record in records:
         counts.update(token for token, learn in zip(record.token_ids, record.learn, strict=True) if learn)
-    frequent = sorted(counts, key=lambda token: (-counts[token], token))[:size]
-    return tuple(sorted({*frequent, *target.eos_token_ids}))
+    frequent = sorted(counts, key=lambda token: (-counts[token], token))
+    if coverage is not None:
+        seen = list(itertools.accumulate(counts[token] for token in frequent))
+        size = 1 + bisect.bisect_left(seen, coverage * counts.total())
+    kept = {*frequent[:size], *target.eos_token_ids}
+    return tuple(sorted(kept)), sum(counts[token] for token in kept) / counts.total()
 
 
 class Order:

@@ -38,6 +38,7 @@ class ReadReport:
     sha256: str = ""
     records: int = 0
     cut: int = 0
+    vocab_coverage: float = 1.0  # share of the tokens to learn that the draft vocabulary has
     skipped: Counter[str] = field(default_factory=Counter)
     first_skipped: list[str] = field(default_factory=list)
 
