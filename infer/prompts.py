@@ -10,17 +10,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from infer.requests import validate_prompt
 from mtp import Target, UserError
-from mtp.errors import first_line
+from mtp.errors import one_line
 
 SHOWN = 3  # broken lines named one by one
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """``source`` is the record it came from (other fields are kept by ``distill``)."""
+    """``source`` is the record it came from (other fields are kept by ``distill``), ``line`` its line in a file."""
 
     token_ids: tuple[int, ...]
     source: dict[str, Any]
+    line: int | None = None
 
 
 @dataclass
@@ -42,7 +43,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # whatever a library makes of a damaged folder
-        raise UserError(f"target {name!r}: no tokenizer could be loaded ({first_line(error)})") from None
+        raise UserError(f"target {name!r}: no tokenizer could be loaded ({one_line(error)})") from None
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
@@ -58,7 +59,7 @@ class Encoder:
     target: Target
     raw: bool = False
 
-    def __call__(self, record: dict[str, Any]) -> Prompt:
+    def __call__(self, record: dict[str, Any], line: int | None = None) -> Prompt:
         """Returns the prompt of a record with ``messages``, ``prompt`` or ``prompt_ids``.
 
         Raises:
@@ -66,7 +67,7 @@ class Encoder:
         """
         token_ids = encode(record, self.tokenizer, raw=self.raw)
         validate_prompt(token_ids, self.target)
-        return Prompt(token_ids, record)
+        return Prompt(token_ids, record, line)
 
 
 def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, raw: bool) -> tuple[int, ...]:
@@ -110,7 +111,7 @@ def read_prompts(lines: Iterable[bytes], where: str, encoder: Encoder) -> Prompt
     for number, line in enumerate(lines, start=1):
         try:
             if record := _parse(line):
-                result.prompts.append(encoder(record))
+                result.prompts.append(encoder(record, number))
         except UserError as error:
             result.skip(f"{where}:{number}", str(error))
     return result

@@ -148,7 +148,7 @@ class _StepStore:
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.steps.packed.recorder is not None:
             self.steps.packed.recorder.cells[self.steps.index] = (keys.transpose(1, 2), values.transpose(1, 2))
-        self.steps._kept.append((keys, values))
+        self.steps._kept[self.steps.index - 1 :] = [(keys, values)]  # once, also if backward runs the step again
         all_keys, all_values = zip(*self.steps._kept, strict=True)
         return torch.cat(all_keys, dim=2), torch.cat(all_values, dim=2)
 

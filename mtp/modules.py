@@ -7,11 +7,13 @@ families do differently is in the contract, never in a branch on a model's name.
 Shapes: B sequences, R rows, H hidden size.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mtp import alignment
 from mtp.cache import Context, Packed, PackedSteps
@@ -54,6 +56,7 @@ class MTPStack(nn.Module):
         self._target = (target,)  # in a tuple, hidden from nn.Module
         self.layers = nn.ModuleList([MTPModule(target) for _ in range(contract.num_modules)])
         self.head = target.head.restricted(contract.draft_vocab)
+        self.activation_checkpointing = False  # if true, training keeps the modules' inputs and runs them twice
 
     @property
     def target(self) -> Target:
@@ -108,6 +111,8 @@ class MTPStack(nn.Module):
             if self.contract.recursive:
                 steps = steps.next_step(read.shape[1])
             here = steps if self.contract.recursive else context.first_rows(read.shape[1])
-            output = self(hidden, read, here, index=index)
+            run = functools.partial(self, context=here, index=index)
+            recompute = self.activation_checkpointing and torch.is_grad_enabled()
+            output = checkpoint(run, hidden, read, use_reentrant=False) if recompute else run(hidden, read)
             yield index, output
             hidden = self.next_input(hidden, output)

@@ -6,13 +6,15 @@ forward knows every draft that matters (design.md, section 8).
 Shapes: B sequences, n tokens, H hidden size, k modules.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from mtp import acceptance, alignment
 from mtp.acceptance import AcceptanceStats
 from mtp.cache import Packed
-from mtp.modules import MTPStack
+from mtp.modules import ModuleOutput, MTPStack
 from mtp.target import Head, Target
 
 HEAD_CHUNK = 256  # rows of logits at a time
@@ -30,18 +32,23 @@ def choices(head: Head, final: Tensor, wanted: Tensor, chunk_rows: int) -> Tenso
 
 @torch.no_grad()
 def draft_choices(
-    stack: MTPStack, hidden: Tensor, tokens: Tensor, documents: Tensor, wanted: Tensor, *, chunk_rows: int = HEAD_CHUNK
+    stack: MTPStack,
+    outputs: Iterable[tuple[int, ModuleOutput]],
+    tokens: Tensor,
+    wanted: Tensor,
+    *,
+    chunk_rows: int = HEAD_CHUNK,
 ) -> Tensor:
     """Returns what module i drafts at row t, int [B, n, k], -1 where it has no such row or none is wanted.
 
     Args:
-        hidden: [B, n, H], the target's hidden states at the contract's point.
-        tokens, documents: int [B, n].
+        outputs: of :meth:`MTPStack.unroll` on this text.
+        tokens: int [B, n].
         wanted: bool [B, n].
         chunk_rows: rows of logits that exist at a time.
     """
     drafts = torch.full((*tokens.shape, stack.contract.draft_steps), -1, device=tokens.device)
-    for index, output in stack.unroll(hidden, tokens, Packed(documents)):
+    for index, output in outputs:
         here = alignment.module_rows(wanted, tokens, index=index)
         alignment.module_rows(drafts, tokens, index=index)[..., index - 1] = choices(
             stack.head, output.final, here, chunk_rows
@@ -50,15 +57,16 @@ def draft_choices(
 
 
 @torch.no_grad()
-def replay_text(target: Target, stack: MTPStack, tokens: Tensor, prompt_length: int) -> AcceptanceStats:
+def replay_text(target: Target, stack: MTPStack, tokens: Tensor, prompt_length: int, *, limit: int) -> AcceptanceStats:
     """Returns the rounds a greedy decode of this text has, token for token, without decoding.
 
     Args:
         tokens: int [n], a prompt and the target's own greedy answer.
         prompt_length: tokens of the prompt.
+        limit: tokens that prompt and answer were allowed to have.
     """
     tokens, documents = tokens[None], torch.zeros_like(tokens)[None]
     hidden = target.forward(tokens, Packed(documents), target_hidden=stack.contract.target_hidden).hidden
     wanted = alignment.replayed_rows(documents, torch.tensor([prompt_length], device=tokens.device))
-    drafts = draft_choices(stack, hidden, tokens, documents, wanted)
-    return acceptance.replay(drafts[0], tokens[0], prompt_length)
+    drafts = draft_choices(stack, stack.unroll(hidden, tokens, Packed(documents)), tokens, wanted)
+    return acceptance.replay(drafts[0], tokens[0], prompt_length, limit=limit)

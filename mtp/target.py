@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from mtp.cache import Cells, CellTable, Context, Packed
-from mtp.errors import UserError, first_line
+from mtp.errors import UserError, one_line
 
 DTYPES = {
     "float32": torch.float32,
@@ -33,10 +33,17 @@ SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def eos_token_ids(text_config: Any, generation_config: Any) -> tuple[int, ...]:
-    """Returns every end-of-sequence id of the generation config, or of the text config where that has none."""
+    """Returns every end-of-sequence id of the generation config, or of the text config where that has none.
+
+    Raises:
+        UserError: one is not a token id.
+    """
     eos = getattr(generation_config, "eos_token_id", None)
     eos = text_config.eos_token_id if eos is None else eos
-    return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+    ids = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
+    if wrong := [token for token in ids if type(token) is not int]:
+        raise UserError(f"eos_token_id {wrong[0]!r} is not a token id; mend the target's configs")
+    return tuple(ids)
 
 
 class TargetOutput(NamedTuple):
@@ -81,6 +88,13 @@ class Head:
         """Maps indices into these logits to token ids."""
         return choice if self.token_ids is None else self.token_ids[choice]
 
+    def places(self, tokens: Tensor) -> Tensor:
+        """Maps token ids to indices into these logits, -1 for those outside the draft vocabulary."""
+        if self.token_ids is None:
+            return tokens
+        places = torch.searchsorted(self.token_ids, tokens).clamp(max=len(self.token_ids) - 1)
+        return torch.where(self.token_ids[places] == tokens, places, -1)
+
 
 class Target:
     """A frozen causal LM. Not an ``nn.Module``, so no optimizer, engine or state dict can reach its weights."""
@@ -95,6 +109,7 @@ class Target:
         self.model: Any = model.eval().requires_grad_(False)
         self.config = self.model.config.get_text_config()
         refuse_recurrent(self.config, type(model), name)
+        refuse_rope_by_length(self.config, name)
         self.decoder = self.model.get_decoder()
         final_norms = [each for each in FINAL_NORMS if isinstance(getattr(self.decoder, each, None), nn.Module)]
         for part in ("layers", "rotary_emb", *(() if final_norms else FINAL_NORMS[:1])):
@@ -103,6 +118,8 @@ class Target:
                     f"target {name!r}: {type(self.decoder).__name__} has no {part!r}; the toolkit needs a "
                     "decoder of rotary-position layers with a final norm (Llama, Qwen, Mistral, Gemma, ...)"
                 )
+        if not len(self.decoder.layers):
+            raise UserError(f"target {name!r} has no layers; modules are made from the last one")
         self.final_norm = getattr(self.decoder, final_norms[0])
         self.layer_types, kwargs = get_layer_types_and_kwargs(self.config)
         self.windows = {kind: kw.get("sliding_window") for kind, kw in zip(self.layer_types, kwargs, strict=True)}
@@ -119,7 +136,7 @@ class Target:
         except Exception as error:  # whatever an architecture's own code makes of our calls
             raise UserError(
                 f"target {name!r} ({type(model).__name__}) is not supported: a short probe through its layers failed "
-                f"({type(error).__name__}: {first_line(error)}); please report the architecture"
+                f"({type(error).__name__}: {one_line(error)}); please report the architecture"
             ) from error
 
     @classmethod
@@ -138,11 +155,17 @@ class Target:
         architectures = getattr(config, "architectures", None) or [type(config).__name__]
         refuse_recurrent(config.get_text_config(), architectures[0], name)
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                name, dtype=DTYPES[dtype], trust_remote_code=False
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=DTYPES[dtype],
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # named below
             )
         except Exception as error:
             raise UserError(_load_message(name, error)) from None
+        model, report = loaded
+        refuse_incomplete(report, name)
         return cls(cast(Any, model).to(device), name)
 
     @property
@@ -239,6 +262,11 @@ class Target:
         """Returns a trainable copy of the target's last decoder layer: class, config and weights."""
         return copy.deepcopy(self.decoder.layers[-1]).requires_grad_(True)
 
+    @torch.no_grad()
+    def initialise(self, module: nn.Module) -> None:
+        """Redraws the weights that a module of a block has itself, as the architecture draws them for a new model."""
+        self.model._init_weights(module)
+
     def new_norm(self) -> nn.Module:
         """Returns a trainable norm of the target's class that does not rescale (its weights as made new)."""
         norm = self.final_norm
@@ -251,15 +279,13 @@ class Target:
         return copy.deepcopy(self.final_norm).requires_grad_(True)
 
     def fingerprint(self) -> list[float]:
-        """Returns 16 weights of the embedding, of the final norm and of each tensor of the last layer.
+        """Returns two weights of every tensor of the target, head included, and more of the embedding.
 
         Targets of equal shape differ in it, a model and its fine-tuned descendant too.
         """
-        sample: list[float] = []
-        for weight in (self._embedding.weight, *self.final_norm.parameters(), *self.decoder.layers[-1].parameters()):
-            places = torch.arange(16, device=weight.device) * (weight.numel() - 1) // 15
-            sample += weight.detach().flatten()[places].float().tolist()
-        return [round(value, 8) for value in sample]
+        sample = [_sample(self._embedding.weight, 32), _sample(self.head.weight, 32)]
+        sample += [_sample(weight, 2) for weight in self.decoder.parameters()]
+        return [round(value, 8) for value in torch.cat(sample).tolist()]
 
     def _make_head(self) -> Head:
         head = self.model.get_output_embeddings()
@@ -316,6 +342,43 @@ class Target:
                 )
 
 
+def _sample(weight: Tensor, count: int) -> Tensor:
+    places = torch.arange(1, count + 1, device=weight.device) * (weight.numel() - 1) // (count + 1)
+    return weight.detach().flatten()[places].float()
+
+
+def refuse_incomplete(report: dict[str, Any], name: str) -> None:
+    """Raises :class:`UserError` if weights of the target were made up because its files lack them."""
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(
+            f"target {name!r}: tensor {missing[0]!r} is missing from its files ({len(missing)} in all); random weights "
+            "would stand in for it"
+        )
+    for key, stored, expected in sorted(report["mismatched_keys"], key=lambda item: item[0]):
+        raise UserError(
+            f"target {name!r}: tensor {key!r} has shape {list(stored)} in its files, but its config.json makes it "
+            f"{list(expected)}"
+        )
+
+
+def refuse_rope_by_length(config: Any, name: str) -> None:
+    """Raises :class:`UserError` if the position embedding of a row changes as its text grows (longrope).
+
+    Cells computed while the text was short would then differ from those of the training forward.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        known = each.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", config.max_position_embeddings
+        )
+        if each.get("rope_type") == "longrope" and config.max_position_embeddings > known:
+            raise UserError(
+                f"target {name!r}: its rotary embedding (longrope) changes all rows once a text is longer than {known} "
+                f"tokens, so cells cannot be kept; to use it within {known} tokens, set max_position_embeddings to "
+                f"{known} in its config.json"
+            )
+
+
 def cache_argument(layer: nn.Module, *, default: str) -> str:
     """Returns what a layer or decoder calls its cache (transformers renamed it within our range of versions)."""
     known = inspect.signature(layer.forward).parameters
@@ -346,9 +409,10 @@ def refuse_recurrent(config: Any, architecture: Any, name: str) -> None:
 
 
 def _load_message(name: str, error: Exception) -> str:
-    why = first_line(error)
-    if not os.path.exists(name) and name.startswith(("/", ".", "~")):
-        why = "no such folder"
+    why = one_line(error)
+    if not os.path.exists(name):
+        folder = os.path.abspath(name)
+        why = f"no such folder as {folder}" + ("" if name.startswith(("/", ".", "~")) else f"; as a hub name: {why}")
     return (
         f"target {name!r} could not be loaded: {why} (expected a folder written by save_pretrained, with "
         "config.json and safetensors, or the name of a hub model; remote code is never run)"

@@ -24,13 +24,14 @@ from torch import Tensor
 from mtp import Contract, MTPStack, Target, UserError, alignment
 from mtp.cache import Packed
 from train.data import Rows
-from train.objective import Objective, depth_weights, objective_inputs
+from train.objective import Objective, StepLoss, depth_weights, objective_inputs
 from train.teacher import teach, wide
 
 ROW_LENGTH = 256
+SOFT = StepLoss("soft")
 WAYS = ("modules", "chunked", "plain")
 # Everything but one factor fixed, each factor quadrupled in turn, then all of them.
-GRID = [(512, 2, 8192), (2048, 2, 8192), (512, 8, 8192), (512, 2, 32768), (2048, 8, 32768)]
+GRID = [(512, 2, 8192), (2048, 2, 8192), (512, 8, 8192), (512, 2, 32768), (2048, 8, 32768), (4096, 4, 49152)]
 
 
 def build(rows: int, k: int, vocab: int, chunk_rows: int, device: str) -> tuple[Objective, Rows]:
@@ -59,7 +60,7 @@ def plain_loss(objective: Objective, rows: Rows) -> Tensor:
     return loss
 
 
-def step(objective: Objective, rows: Rows, way: str) -> None:
+def step(objective: Objective, rows: Rows, way: str, step_loss: StepLoss = SOFT) -> None:
     """Runs forward and backward one of three ways."""
     stack = objective.stack
     if way == "plain":
@@ -74,7 +75,7 @@ def step(objective: Objective, rows: Rows, way: str) -> None:
     scales = torch.tensor(depth_weights(0.6, k), device=rows.tokens.device)
     scales = scales / rows.supervised(k).to(scales.device)
     teacher = teach(stack.target, rows, target_hidden="post_norm", chunk_rows=objective.chunk_rows)
-    loss, _ = objective(*objective_inputs(rows, teacher), scales)
+    loss, _ = objective(*objective_inputs(rows, teacher), scales, step_loss)
     loss.backward()
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import transformers
 
 from mtp import UserError
-from mtp.errors import first_line
+from mtp.errors import one_line
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Turn = dict[str, Any]
@@ -87,7 +87,7 @@ class Renderer:
                 self._loaded = transformers.AutoTokenizer.from_pretrained(self.target.name, trust_remote_code=False)
             except Exception as error:  # whatever a library makes of a damaged folder
                 raise UserError(
-                    f"target {self.target.name!r} has no usable tokenizer ({first_line(error)}), and the data "
+                    f"target {self.target.name!r} has no usable tokenizer ({one_line(error)}), and the data "
                     "has messages or text; add the tokenizer to the folder or give prompt_ids and response_ids"
                 ) from None
         return self._loaded
@@ -234,7 +234,7 @@ class Renderer:
                 messages, tools=tools, add_generation_prompt=prompt, tokenize=False
             )
         except Exception as error:  # a template is a program of its own: any error in it is about this record
-            raise Unusable(f"refused by the chat template: {first_line(error)[:80]}") from None
+            raise Unusable(f"refused by the chat template: {one_line(error)[:80]}") from None
 
     def _ids(self, text: str, *, special: bool = False) -> list[int]:
         try:

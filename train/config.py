@@ -42,6 +42,13 @@ class Modules(Section):
     positions: str = "row"
     mask_first_embedding: bool = False
     draft_vocab_size: PositiveInt | None = None
+    draft_vocab_coverage: Annotated[float, Field(gt=0, le=1)] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _one_draft_vocab(self) -> "Modules":
+        if self.draft_vocab_size is not None and self.draft_vocab_coverage is not None:
+            raise ValueError("set draft_vocab_size or draft_vocab_coverage, not both")
+        return self
 
     def contract(self, draft_vocab: tuple[int, ...] | None) -> Contract:
         """Returns the contract of these modules; raises :class:`UserError` for an unsupported value."""
@@ -50,7 +57,7 @@ class Modules(Section):
                 "modules.recurrence: recursive trains one module for several steps; give modules.num_modules=1 and "
                 "modules.draft_steps=3, say"
             )
-        fields = self.model_dump(exclude={"draft_vocab_size", "draft_steps"})
+        fields = self.model_dump(exclude={"draft_vocab_size", "draft_vocab_coverage", "draft_steps"})
         return Contract(**fields, draft_steps=self.depths, draft_vocab=draft_vocab)
 
     @property
@@ -116,18 +123,43 @@ class Data(Section):
 
 
 class Loss(Section):
-    """Depth i weighs beta^(i-1), normalised to sum 1; ``chunk_rows`` bounds the memory of head and loss."""
+    """Depth i weighs beta^(i-1), normalised to sum 1; ``chunk_rows`` bounds the memory of head and loss.
 
+    The kinds are defined in train/objective.py; ``lk`` and ``tv`` learn by ``kl`` until ``kl_warmup_fraction`` is done.
+    """
+
+    kind: Literal["kl", "cross_entropy", "lk", "tv"] = "kl"
+    kl_warmup_fraction: Fraction = 0.5
     beta: Annotated[float, Field(gt=0, le=1)] = 0.6
     chunk_rows: PositiveInt = 256
 
 
+class Init(Section):
+    """What new modules start from: the target's last layer, random weights, or a checkpoint with at most as many.
+
+    Modules that the checkpoint lacks are copied from its last one; ``freeze`` leaves the others as they are.
+    """
+
+    block: Literal["last_layer", "random"] = "last_layer"
+    checkpoint: str | None = None
+    freeze: bool = False
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> "Init":
+        if self.freeze and self.checkpoint is None:
+            raise ValueError("freeze needs checkpoint, the modules to freeze")
+        if self.checkpoint is not None and self.block == "random":
+            raise ValueError("block: random and checkpoint exclude each other: new modules are copied from its last")
+        return self
+
+
 class Optimizer(Section):
-    """AdamW, linear warm-up, then cosine down to ``min_lr_fraction`` of the learning rate."""
+    """AdamW; linear warm-up, then ``schedule`` down to ``min_lr_fraction`` of the learning rate (``constant``: not)."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_fraction: Fraction = 0.05
     min_lr_fraction: Fraction = 0.1
     gradient_clip: Annotated[float, Field(gt=0)] | None = 1.0
@@ -166,8 +198,10 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Annotated[int, Field(ge=0)] = 0
     modules: Modules = Modules()
+    init: Init = Init()
     data: Data
     loss: Loss = Loss()
+    activation_checkpointing: bool = False
     optimizer: Optimizer = Optimizer()
     steps: Steps
     log_every: PositiveInt = 10

@@ -7,6 +7,8 @@ every epoch, so a row always meets the same rank and its kept hidden states are 
 Shapes: N rows of the data set, B rows of a batch, n tokens of a row.
 """
 
+import bisect
+import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,7 +105,12 @@ def read_rows(config: Config, target: Target, *, write_cache: bool = True) -> tu
     if data.row_length > target.context_length:
         raise UserError(f"data.row_length = {data.row_length} exceeds the target's {target.context_length} positions")
     records, reports = read_training(config, target, write_cache=write_cache)
-    contract = modules.contract(draft_vocabulary(records, modules.draft_vocab_size, target))
+    draft_vocab, coverage = draft_vocabulary(
+        records, target, size=modules.draft_vocab_size, coverage=modules.draft_vocab_coverage
+    )
+    for report in reports:
+        report.vocab_coverage = coverage
+    contract = modules.contract(draft_vocab)
     if data.packing == "one_per_row":
         return lay_out([[record] for record in records], data.row_length), contract, reports
     return pack(records, data.row_length, config.seed), contract, reports
@@ -166,15 +173,26 @@ def lay_out(rows: list[list[Record]], row_length: int) -> Rows:
     return packed
 
 
-def draft_vocabulary(records: list[Record], size: int | None, target: Target) -> tuple[int, ...] | None:
-    """Returns the most frequent token ids to learn and every end-of-sequence id, ascending; None for all."""
-    if size is None or size >= target.vocab_size:
-        return None
+def draft_vocabulary(
+    records: list[Record], target: Target, *, size: int | None, coverage: float | None
+) -> tuple[tuple[int, ...] | None, float]:
+    """Counts the tokens to learn and keeps the most frequent ones, by number or by the share of them to cover.
+
+    Returns:
+        The kept token ids and every end-of-sequence id, ascending (None for the whole vocabulary), and the share
+        of the tokens to learn that are among them.
+    """
+    if (size is None or size >= target.vocab_size) and coverage is None:
+        return None, 1.0
     counts: Counter[int] = Counter()
     for record in records:
         counts.update(token for token, learn in zip(record.token_ids, record.learn, strict=True) if learn)
-    frequent = sorted(counts, key=lambda token: (-counts[token], token))[:size]
-    return tuple(sorted({*frequent, *target.eos_token_ids}))
+    frequent = sorted(counts, key=lambda token: (-counts[token], token))
+    if coverage is not None:
+        seen = list(itertools.accumulate(counts[token] for token in frequent))
+        size = 1 + bisect.bisect_left(seen, coverage * counts.total())
+    kept = {*frequent[:size], *target.eos_token_ids}
+    return tuple(sorted(kept)), sum(counts[token] for token in kept) / counts.total()
 
 
 class Order:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from mtp import UserError
 from train.config import Config, read_deepspeed
-from train.objective import Objective
+from train.objective import Objective, StepLoss
 
 OWNED = {
     "optimizer": "optimizer.learning_rate, weight_decay and betas",
-    "scheduler": "optimizer.warmup_fraction and min_lr_fraction",
+    "scheduler": "optimizer.schedule, warmup_fraction and min_lr_fraction",
     "fp16": "dtype (float32 or bfloat16)",
 }
 
@@ -148,7 +148,7 @@ class Engine:
         self.stage = settings.get("zero_optimization", {}).get("stage", 0)
         options = config.optimizer
         optimizer = torch.optim.AdamW(
-            _parameter_groups(objective, options.weight_decay), lr=options.learning_rate, betas=options.betas
+            parameter_groups(objective, options.weight_decay), lr=options.learning_rate, betas=options.betas
         )
         try:
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -163,13 +163,13 @@ class Engine:
         """Returns the modules, for forwards without gradient."""
         return self._engine.module.stack
 
-    def micro_step(self, inputs: tuple[Tensor, ...], scales: Tensor) -> Tensor:
+    def micro_step(self, inputs: tuple[Tensor, ...], scales: Tensor, step_loss: StepLoss) -> Tensor:
         """Runs forward and backward of one micro batch and, at the last of a step, the optimizer.
 
         Returns:
             The statistics of :meth:`Objective.forward`, [3, k].
         """
-        loss, statistics = self._engine(*inputs, scales)
+        loss, statistics = self._engine(*inputs, scales, step_loss)
         self._engine.backward(loss)
         if self._engine.is_gradient_accumulation_boundary():
             self._norm = self._norm_before_step()
@@ -220,9 +220,11 @@ class Engine:
             raise UserError(f"{folder}: the saved state is incomplete; remove that folder to use an earlier one")
 
 
-def _parameter_groups(objective: Objective, weight_decay: float) -> list[dict[str, Any]]:
-    matrices = [parameter for parameter in objective.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in objective.parameters() if parameter.ndim <= 1]
+def parameter_groups(objective: Objective, weight_decay: float) -> list[dict[str, Any]]:
+    """Returns the optimizer's groups: matrices with weight decay, the rest without; frozen ones in neither."""
+    trained = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    vectors = [parameter for parameter in trained if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 

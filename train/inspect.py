@@ -14,7 +14,7 @@ import numpy as np
 import transformers
 
 from mtp import UserError
-from mtp.errors import first_line
+from mtp.errors import one_line
 from mtp.target import eos_token_ids
 from train.chat import Record, Renderer
 from train.config import Config, load_config
@@ -41,7 +41,7 @@ class TargetVocabulary:
         try:
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
         except Exception as error:  # whatever a library makes of a damaged folder
-            raise UserError(f"target {name!r} cannot be read ({first_line(error)}); check target") from None
+            raise UserError(f"target {name!r} cannot be read ({one_line(error)}); check target") from None
         try:
             generation = transformers.GenerationConfig.from_pretrained(name)
         except Exception:  # there is none, or one that transformers ignores as well

@@ -28,6 +28,7 @@ class ReadReport:
     records: int = 0
     epoch_records: int | None = None
     cut: int = 0
+    vocab_coverage: float = 1.0  # share of the tokens to learn that the draft vocabulary has
     skipped: Counter[str] = field(default_factory=Counter)
     first_skipped: list[str] = field(default_factory=list)
 

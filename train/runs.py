@@ -23,6 +23,7 @@ STATE_FILE = "state.json"
 # What may differ between a run and its continuation.
 FREE: Any = {
     "device": True,
+    "activation_checkpointing": True,
     "log_every": True,
     "evaluate_every": True,
     "checkpoint_every": True,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp import UserError
-from mtp.errors import first_line
+from mtp.errors import one_line
 from train.config import Source
 
 # Every field that a shape reads; the columns of a table that are read at all.
@@ -77,7 +77,7 @@ class DatasetSource:
             raise
         except Exception as error:  # whatever a library makes of a folder, a name, or a network
             raise UserError(
-                f"data source {source.source}: the datasets library could not load it ({first_line(error)}); check the "
+                f"data source {source.source}: the datasets library could not load it ({one_line(error)}); check the "
                 "name, subset and split, or give the path of a JSONL, JSON or Parquet file"
             ) from None
         self._data = self._data.select_columns(_known_columns(source.source, self._data.column_names))
@@ -117,9 +117,9 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"data file {path}: damaged gzip ({first_line(error)}); fetch it again") from None
+        raise UserError(f"data file {path}: damaged gzip ({one_line(error)}); fetch it again") from None
     except OSError as error:
-        reason = error.strerror or first_line(error)
+        reason = error.strerror or one_line(error)
         raise UserError(f"data file {path}: {reason}; check data.train and data.heldout") from None
 
 
@@ -145,7 +145,7 @@ def _json_values(path: Path, file: Iterable[bytes]) -> Iterator[tuple[int, Any]]
         values = json.loads(first[1] + b"".join(line for _, line in rest))
     except (ValueError, RecursionError) as error:
         if not rest or not _is_json(first[1]):
-            raise UserError(f"data file {path}: begins as a JSON list, but is not one ({first_line(error)})") from None
+            raise UserError(f"data file {path}: begins as a JSON list, but is not one ({one_line(error)})") from None
         yield from [first, *rest]  # lines, the first of which happens to be a list
     else:
         yield from enumerate(values, start=1)
@@ -171,7 +171,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
                     number += 1
                     yield number, _without_nulls(value)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"data file {path}: damaged Parquet ({first_line(error)}); fetch it again") from None
+        raise UserError(f"data file {path}: damaged Parquet ({one_line(error)}); fetch it again") from None
 
 
 def _load_dataset(source: Source) -> Any:

@@ -30,6 +30,11 @@ def wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
+def probabilities(head: Head, final: Tensor, log_normaliser: Tensor) -> Tensor:
+    """Returns the target's probability of each token of a (restricted) head: [c, H] and [c] -> [c, X]."""
+    return (wide(head(final)) - log_normaliser[:, None]).exp()
+
+
 @torch.no_grad()
 def log_normalisers(head: Head, final: Tensor, wanted: Tensor, chunk_rows: int) -> Tensor:
     """Returns log sum exp of the whole vocabulary's logits, [B, n], at wanted rows (0 elsewhere), in chunks."""
@@ -42,18 +47,20 @@ def log_normalisers(head: Head, final: Tensor, wanted: Tensor, chunk_rows: int) 
 
 
 @torch.no_grad()
-def teach(target: Target, rows: Rows, *, target_hidden: str, chunk_rows: int) -> Teacher:
-    """Runs the frozen target over packed rows; no logits of the batch are made."""
+def teach(target: Target, rows: Rows, *, target_hidden: str, chunk_rows: int, soft: bool = True) -> Teacher:
+    """Runs the frozen target over packed rows; no logits of the batch are made, none at all for hard labels."""
     hidden, final = target.forward(rows.tokens, Packed(rows.documents), target_hidden=target_hidden)
     wanted = alignment.supervised_label_rows(rows.loss_mask, rows.documents, index=0)
+    wanted = wanted if soft else torch.zeros_like(wanted)
     return Teacher(hidden, final, log_normalisers(target.head, final, wanted, chunk_rows))
 
 
 class TeacherMemory:
     """Keeps the target's side of every row it has seen, in host memory, so that the target runs once per row."""
 
-    def __init__(self, target: Target, *, target_hidden: str, chunk_rows: int, keep: bool) -> None:
+    def __init__(self, target: Target, *, target_hidden: str, chunk_rows: int, keep: bool, soft: bool = True) -> None:
         self.target, self.target_hidden, self.chunk_rows, self.keep = target, target_hidden, chunk_rows, keep
+        self.soft = soft
         self._kept: dict[int, Teacher] = {}
 
     def __call__(self, indices: list[int], rows: Rows) -> Teacher:
@@ -75,7 +82,8 @@ class TeacherMemory:
         return Teacher(hidden, final, normaliser)
 
     def _run(self, rows: Rows) -> Teacher:
-        return teach(self.target, rows, target_hidden=self.target_hidden, chunk_rows=self.chunk_rows)
+        point, chunk = self.target_hidden, self.chunk_rows
+        return teach(self.target, rows, target_hidden=point, chunk_rows=chunk, soft=self.soft)
 
     def _stored(self, teacher: Teacher, row: int) -> Teacher:
         final = teacher.final[row].to("cpu", copy=True)

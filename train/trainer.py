@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp import MTPStack, Target, UserError
+from mtp import Target, UserError
 from train.config import Config
 from train.data import Order, cache_folder, micro_batches, read_rows
 from train.engine import Engine, Ranks, versions
-from train.evaluate import Replay, stats_from_tensor, stats_record, stats_tensor
-from train.objective import CELLS, CROSS_ENTROPY, DIVERGENCE, Objective, depth_weights, objective_inputs
+from train.evaluate import Evaluation, Replay
+from train.initialise import new_stack
+from train.objective import CELLS, DIVERGENCE, LOSS, Objective, StepLoss, objective_inputs
 from train.records import ReadReport, read_records
 from train.runs import RunFolder
 from train.shards import Shards
@@ -23,13 +24,13 @@ from train.tracking import Tracker
 
 
 def learning_rate(config: Config, progress: float) -> float:
-    """Returns the rate at a progress in 0..1: linear warm-up, then cosine to the smallest."""
+    """Returns the rate at a progress in 0..1: linear warm-up, then as scheduled to the smallest."""
     options = config.optimizer
     if progress < options.warmup_fraction:
         return options.learning_rate * max(progress / options.warmup_fraction, 0.01)
-    rest = (progress - options.warmup_fraction) / max(1 - options.warmup_fraction, 1e-9)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(rest, 1.0)))
-    return options.learning_rate * (options.min_lr_fraction + (1 - options.min_lr_fraction) * cosine)
+    rest = min((progress - options.warmup_fraction) / max(1 - options.warmup_fraction, 1e-9), 1.0)
+    height = {"cosine": 0.5 * (1 + math.cos(math.pi * rest)), "linear": 1 - rest, "constant": 1.0}[options.schedule]
+    return options.learning_rate * (options.min_lr_fraction + (1 - options.min_lr_fraction) * height)
 
 
 class StopSignal:
@@ -68,9 +69,9 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.target = Target.load(config.target, dtype=config.dtype, device=ranks.device)
         self._read_data()
-        stack = MTPStack(self.contract, self.target)
+        stack = new_stack(self.contract, self.target, config.init)
+        stack.activation_checkpointing = config.activation_checkpointing
         self.engine = Engine(config, Objective(stack, config.loss.chunk_rows), ranks)
-        self.weights = torch.tensor(depth_weights(config.loss.beta, config.modules.depths), device=ranks.device)
         self._resume()
 
     def _read_data(self) -> None:
@@ -85,8 +86,9 @@ class Trainer:
             raise UserError("data.train: no record is long enough to train module 1; records need 3 tokens or more")
         self.order = Order(len(self.rows), self.config.steps.rows_per_step, self.config.seed)
         point, chunk = self.contract.target_hidden, self.config.loss.chunk_rows
+        self.soft = self.config.loss.kind != "cross_entropy"
         self.teacher: TeacherMemory | Shards = TeacherMemory(
-            self.target, target_hidden=point, chunk_rows=chunk, keep=data.keep_hidden
+            self.target, target_hidden=point, chunk_rows=chunk, keep=data.keep_hidden, soft=self.soft
         )
         if data.hidden_states:
             self.teacher = Shards(Path(data.hidden_states), self.rows, self.target, target_hidden=point)
@@ -142,6 +144,11 @@ class Trainer:
         cells = ", ".join(f"module {index}: {count}" for index, count in enumerate(self.supervised, start=1))
         epoch = f"{len(self.rows)} packed rows, {self.order.steps_per_epoch} steps an epoch"
         tracker.say(f"{epoch}; supervised cells: {cells}")
+        if self.contract.draft_vocab is not None:
+            kept = f"{len(self.contract.draft_vocab)} of {self.target.vocab_size} tokens"
+            tracker.say(
+                f"draft vocabulary: {kept}, {self.reports[0].vocab_coverage:.2%} of the training text's tokens to learn"
+            )
         if 0 in self.supervised:
             tracker.say("warning: a module without supervised cells is not trained; the records are too short for it")
         if self.step:
@@ -167,8 +174,7 @@ class Trainer:
             progress, interrupted = self._agree(stop)
             if progress >= 1 or interrupted:
                 break
-            rate = learning_rate(config, progress)
-            figures, batch_tokens = self._step(rate)
+            figures, batch_tokens = self._step(progress)
             tokens += batch_tokens
             now = time.monotonic()
             self.elapsed = before + now - resumed
@@ -196,27 +202,29 @@ class Trainer:
             final = self.folder.path / "final"
             tracker.say(f"done: {self.step} steps, {self.elapsed / 60:.1f} minutes, modules in {final}")
 
-    def _step(self, rate: float) -> tuple[dict[str, float], int]:
+    def _step(self, progress: float) -> tuple[dict[str, float], int]:
         """Runs one optimizer step and returns its figures and the tokens of the global batch."""
+        rate, step_loss = learning_rate(self.config, progress), StepLoss.at(self.config.loss, progress)
         ranks, depths = self.ranks, self.config.modules.depths
         indices = self.order.step(self.step)
         whole = self.rows.take(indices, "cpu")
         # Every rank knows the whole step's rows, so the global counts need no communication.
         cells = whole.supervised(depths).to(ranks.device)
-        scales = self.weights * self.engine.accumulation * ranks.world_size / cells.clamp(min=1)
+        weights = torch.tensor(step_loss.weights(self.config.loss.beta, depths), device=ranks.device)
+        scales = weights * self.engine.accumulation * ranks.world_size / cells.clamp(min=1)
         self.engine.set_learning_rate(rate)
         statistics: Tensor | None = None
         share = micro_batches(indices, self.config.steps.micro_rows, rank=ranks.rank, world_size=ranks.world_size)
         for batch in share:
             rows = self.rows.take(batch, ranks.device)
             inputs = objective_inputs(rows, self.teacher(batch, rows))
-            part = self.engine.micro_step(inputs, scales)
+            part = self.engine.micro_step(inputs, scales, step_loss)
             statistics = part if statistics is None else statistics + part
         assert statistics is not None
         totals = ranks.sum(statistics)
         self.step += 1
-        losses, divergences = (totals[which] / totals[CELLS].clamp(min=1) for which in (CROSS_ENTROPY, DIVERGENCE))
-        loss = float((losses * self.weights).sum())
+        losses, divergences = (totals[which] / totals[CELLS].clamp(min=1) for which in (LOSS, DIVERGENCE))
+        loss = float((losses * weights).sum())
         if not math.isfinite(loss):
             raise UserError(
                 f"step {self.step}: the loss is {loss}; stopped, the last checkpoint in {self.folder.path} is from "
@@ -226,17 +234,18 @@ class Trainer:
         figures = {"train/loss": loss, "train/lr": rate, "train/grad_norm": self.engine.gradient_norm}
         for depth in range(depths):
             figures[f"train/loss_{depth + 1}"] = float(losses[depth])
-            figures[f"train/kl_{depth + 1}"] = float(divergences[depth])
+            if self.soft:
+                figures[f"train/kl_{depth + 1}"] = float(divergences[depth])
         return figures, int((whole.documents >= 0).sum())
 
     def _evaluate(self, tracker: Tracker | None) -> None:
         if self.replay is None:
             return
         ranks = self.ranks
-        stats = self.replay.run(self.engine.stack, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device)
-        merged = stats_from_tensor(ranks.sum(stats_tensor(stats).to(ranks.device)).cpu())
+        mine = self.replay.run(self.engine.stack, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device)
+        merged = Evaluation.from_tensor(ranks.sum(mine.tensor().to(ranks.device)).cpu())
         if tracker:
-            tracker.record(self.step, stats_record(merged))
+            tracker.record(self.step, merged.record())
 
     def _save(self, name: str) -> None:
         facts = {
@@ -253,6 +262,7 @@ class Trainer:
             "processes": self.ranks.world_size,
             "zero_stage": self.engine.stage,
             "config": self.config.model_dump(mode="json"),
+            "draft_vocab_coverage": round(self.reports[0].vocab_coverage, 6),
             "data": [{"file": each.path, "sha256": each.sha256, "records": each.records} for each in self.reports],
             "versions": versions(),
         }

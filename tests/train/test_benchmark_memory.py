@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from train.benchmark_memory import build, main, plain_loss, step
-from train.objective import depth_weights, objective_inputs
+from train.benchmark_memory import SOFT, build, main, plain_loss, step
+from train.objective import StepLoss, depth_weights, objective_inputs
 from train.teacher import teach
 
 CHUNK, VOCAB = 16, 8192
@@ -17,7 +17,7 @@ def test_the_plain_way_is_the_same_loss():
     teacher = teach(objective.stack.target, rows, target_hidden="post_norm", chunk_rows=16)
     scales = rows.supervised(2).float().reciprocal()
     scales *= scales.new_tensor(depth_weights(0.6, 2))
-    loss, _ = objective(*objective_inputs(rows, teacher), scales)
+    loss, _ = objective(*objective_inputs(rows, teacher), scales, StepLoss("soft"))
     assert abs(loss.item() - plain_loss(objective, rows).item()) < 1e-4
 
 
@@ -36,18 +36,22 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def largest(way, rows, k):
+def largest(way, rows, k, loss=SOFT):
     objective, batch = build(rows, k, VOCAB, CHUNK, "cpu")
     with LargestTensor(objective.stack.head.weight) as seen:
-        step(objective, batch, way)
+        step(objective, batch, way, loss)
     return seen.elements
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_no_tensor_of_a_step_grows_with_rows_times_vocabulary(k):
+@pytest.mark.parametrize("loss", [SOFT, StepLoss("hard"), StepLoss("soft", 0.5), StepLoss("end_to_end")])
+def test_no_tensor_of_a_step_grows_with_rows_times_vocabulary(k, loss):
     """Exact where resident memory would be a matter of the allocator; `main` prints that."""
-    assert largest("chunked", 256, k) == largest("chunked", 512, k) == CHUNK * VOCAB
-    assert largest("plain", 512, k) >= 500 * VOCAB
+    assert largest("chunked", 256, k, loss) == largest("chunked", 512, k, loss) == CHUNK * VOCAB
+
+
+def test_the_plain_way_has_them():
+    assert largest("plain", 512, 3) >= 500 * VOCAB
 
 
 def test_the_benchmark_ends_with_one_json_line(capsys, monkeypatch):

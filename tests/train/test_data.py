@@ -120,6 +120,18 @@ def test_every_row_once_per_epoch_for_any_number_of_ranks():
 def test_draft_vocabulary_is_the_most_frequent_ids_and_every_eos():
     target = make_target(eos_token_id=[2, 60])
     records = [Record([7, 7, 5, 5, 9, 8], [True] * 5 + [False], 1)]
-    assert draft_vocabulary(records, 2, target) == (2, 5, 7, 60)
-    assert draft_vocabulary(records, None, target) is None
-    assert torch.tensor(draft_vocabulary(records, 60, target)).max() == 60
+    assert draft_vocabulary(records, target, size=2, coverage=None)[0] == (2, 5, 7, 60)
+    assert draft_vocabulary(records, target, size=None, coverage=None) == (None, 1.0)
+    assert torch.tensor(draft_vocabulary(records, target, size=60, coverage=None)[0]).max() == 60
+
+
+@pytest.mark.parametrize(
+    ("coverage", "kept", "share"),
+    [(0.3, {5}, 0.5), (0.5, {5}, 0.5), (0.51, {5, 7}, 0.8), (0.8, {5, 7}, 0.8), (0.9, {5, 7, 8}, 1), (1, {5, 7, 8}, 1)],
+)
+def test_draft_vocabulary_by_coverage_is_the_smallest_that_covers(coverage, kept, share):
+    target = make_target(eos_token_id=60)
+    records = [Record([9] * 40 + [5] * 5 + [7] * 3 + [8] * 2, [False] * 40 + [True] * 10, 40)]
+    ids, covers = draft_vocabulary(records, target, size=None, coverage=coverage)
+    assert set(ids) == kept | {60}
+    assert covers == pytest.approx(share)

@@ -80,7 +80,7 @@ def test_a_data_set_by_name_with_subset_and_split(tmp_path, monkeypatch):
         raise RuntimeError("not on the hub\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(UserError, match=r"owner/name: the datasets library could not load it \(not on the hub\)"):
+    with pytest.raises(UserError, match=r"owner/name: the datasets library could not load it \(not on the hub"):
         read_records(source, chat_target(tmp_path))
 
 
