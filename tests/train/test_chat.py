@@ -118,7 +118,7 @@ def test_an_answer_that_merges_with_the_prompt_is_tokenised_as_it_is_generated(t
     assert len(AutoTokenizer.from_pretrained(tmp_path).tokenize("::")) == 1
 
 
-@pytest.mark.parametrize("content", ["{{ m.content }}", "{% if m.content is not none %}{{ m.content }}{% endif %}"])
+@pytest.mark.parametrize("content", ["{{ m.content }}", "{{ m.content | string }}", "{{ '' + m.content }}"])
 @pytest.mark.parametrize("arguments", ["{{ call.function.arguments['a'] + 0 }}", "{{ call.function.arguments + '' }}"])
 def test_tool_turns_and_null_content(tmp_path, content, arguments):
     """Null content beside tool calls, arguments as an object or as text, whichever the template wants."""
