@@ -8,11 +8,12 @@ loaded, so an architecture that does not fit is refused instead of decoded wrong
 Shapes: B sequences, R rows, H hidden size, V vocabulary.
 """
 
+import contextlib
 import copy
 import inspect
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -112,6 +113,7 @@ class Target:
         self._embedding = self.model.get_input_embeddings()
         self._embedding_scale = float(getattr(self.config, "embedding_multiplier", None) or 1.0)
         self.head = self._make_head()
+        self.vocab_size: int = self.head.weight.shape[0]
         try:
             self._prove()
         except UserError:
@@ -129,21 +131,7 @@ class Target:
         Raises:
             UserError: nothing there, not a causal LM, or an unsupported architecture.
         """
-        if dtype not in DTYPES:
-            raise UserError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-        try:
-            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # whatever a library makes of a damaged folder
-            raise UserError(_load_message(name, error)) from None
-        architectures = getattr(config, "architectures", None) or [type(config).__name__]
-        refuse_recurrent(config.get_text_config(), architectures[0], name)
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                name, dtype=DTYPES[dtype], trust_remote_code=False
-            )
-        except Exception as error:
-            raise UserError(_load_message(name, error)) from None
-        return cls(cast(Any, model).to(device), name)
+        return cls(load_model(name, dtype).to(device), name)
 
     @property
     def device(self) -> torch.device:
@@ -158,10 +146,6 @@ class Target:
         return self.config.hidden_size
 
     @property
-    def vocab_size(self) -> int:
-        return self.head.weight.shape[0]
-
-    @property
     def context_length(self) -> int:
         """Returns the most tokens a sequence may have."""
         return int(self.config.max_position_embeddings)
@@ -173,6 +157,14 @@ class Target:
         eos = getattr(generation, "eos_token_id", None)
         eos = self.config.eos_token_id if eos is None else eos
         return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+    def whole_ends(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which embedding and head can be used: here always, elsewhere they may be in parts."""
+        return contextlib.nullcontext()
+
+    def any_rank(self, flag: bool) -> bool:
+        """Returns whether any process that must run this target together with this one raises the flag."""
+        return flag
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -322,6 +314,22 @@ class Target:
                     f"target {self.name!r} ({type(self.model).__name__}) is not supported: {what} differs from the "
                     f"model's own forward by {difference:.1e}; please report the architecture"
                 )
+
+
+def load_model(name: str, dtype: str) -> Any:
+    """Loads a causal LM of transformers into host memory; raises :class:`UserError` as :meth:`Target.load`."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # whatever a library makes of a damaged folder
+        raise UserError(_load_message(name, error)) from None
+    architectures = getattr(config, "architectures", None) or [type(config).__name__]
+    refuse_recurrent(config.get_text_config(), architectures[0], name)
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype], trust_remote_code=False)
+    except Exception as error:
+        raise UserError(_load_message(name, error)) from None
 
 
 def cache_argument(layer: nn.Module, *, default: str) -> str:

@@ -10,13 +10,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from mtp import Target, UserError
+from mtp import UserError
 from train.config import Config
 from train.data import FILL, Order, micro_batches, read_rows
 from train.engine import Engine, Ranks
 from train.evaluate import Evaluation, Replay
 from train.initialise import new_stack
 from train.objective import CELLS, DIVERGENCE, LOSS, Objective, StepLoss, objective_inputs
+from train.partition import load_target
 from train.provenance import toolkit, versions
 from train.records import ReadReport, read_records
 from train.runs import RunFolder
@@ -71,9 +72,10 @@ class Trainer:
             return
         resumed = self.folder.newest_state()
         torch.manual_seed(config.seed)
-        self.target = Target.load(config.target, dtype=config.dtype, device=ranks.device)
+        self.target = load_target(config, ranks.device)
         self._read_data()
-        stack = new_stack(self.contract, self.target, config.init)
+        with self.target.whole_ends():
+            stack = new_stack(self.contract, self.target, config.init)
         stack.activation_checkpointing = config.activation_checkpointing
         self.engine = Engine(config, Objective(stack, config.loss.chunk_rows), ranks)
         self.warnings: list[str] = []
@@ -235,8 +237,9 @@ class Trainer:
         share = micro_batches(indices, self.config.steps.micro_rows, rank=ranks.rank, world_size=ranks.world_size)
         for batch in share:
             rows = self.rows.take(batch, ranks.device)
-            inputs = objective_inputs(rows, self.teacher(batch, rows))
-            parts.append(self.engine.micro_step(inputs, scales, step_loss))
+            with self.target.whole_ends():
+                inputs = objective_inputs(rows, self.teacher(batch, rows))
+                parts.append(self.engine.micro_step(inputs, scales, step_loss))
         totals = ranks.sum(torch.stack(parts).sum(0))
         self.step += 1
         losses, divergences = (totals[which] / totals[CELLS].clamp(min=1) for which in (LOSS, DIVERGENCE))
@@ -270,7 +273,8 @@ class Trainer:
         if self.replay is None:
             return
         ranks = self.ranks
-        mine = self.replay.run(self.engine.stack, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device)
+        with self.target.whole_ends():
+            mine = self.replay.run(self.engine.stack, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device)
         figures = Evaluation.from_tensor(ranks.sum(mine.tensor().to(ranks.device)).cpu()).record()
         self.evaluated, length = self.step, figures["eval/acceptance_length"]
         if tracker:
