@@ -49,7 +49,7 @@ def train(config: Config) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, or 2 after an error that the user can fix."""
+    """Runs the command; returns 0, 2 after an error that the user can fix, or 130 if interrupted while it starts."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -64,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rank != "0":
             time.sleep(2)  # the launcher kills all once one has left: let rank 0 have its say
         return 2
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("stopped before the first step; run the same command to start", file=sys.stderr, flush=True)
+        return 130
     return 0
 
 

@@ -207,6 +207,7 @@ class Config(Section):
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt | None = None
     checkpoint_every: PositiveInt | None = None
+    keep_checkpoints: PositiveInt = 2
     deepspeed: str | dict[str, Any] | None = None
     wandb: Wandb | None = None
 
