@@ -95,12 +95,12 @@ class Renderer:
 
     def text(self, text: str) -> Record:
         """Returns plain text, every token one to learn; a BOS in the text is not doubled."""
-        ids = self._ids(text, special=True)
+        ids = self._with_bos(text)
         return Record(ids, [True] * len(ids), None)
 
     def completion(self, prompt: str, completion: str) -> Record:
         """Returns a text and its continuation, which ends with the end-of-sequence token and is what to learn."""
-        before, after = self._ids(prompt, special=True), self._ids(completion, special=False)
+        before, after = self._with_bos(prompt), self._encoded([completion])[0]
         eos = self.target.eos_token_ids
         if eos and after[-1:] and after[-1] not in eos:
             after.append(self.tokenizer.eos_token_id if self.tokenizer.eos_token_id in eos else eos[0])
@@ -131,7 +131,7 @@ class Renderer:
         self._refuse_left_out(messages, tools)
         if not first_turn and self.tokenizer.is_fast and MARKER.search(self.tokenizer.get_chat_template(tools=tools)):
             return [self._marked(messages, tools)]
-        return self._proved([self._answer(messages, turn, tools) for turn in turns])
+        return self._proved(self._answers(messages, turns, tools))
 
     def _marked(self, messages: list[Turn], tools: list[Any] | None) -> Record:
         """Returns the record that the template's own markers give, each span up to its end-of-turn token."""
@@ -166,19 +166,22 @@ class Renderer:
             answers = unproved
         return records
 
-    def _answer(self, messages: list[Turn], turn: int, tools: list[Any] | None) -> Answer:
-        """Returns the conversation up to an assistant turn and the turn's end-of-sequence token."""
-        prompt = self._render(messages[:turn], tools, prompt=True)
-        until = self._render(messages[: turn + 1], tools, prompt=False)
+    def _answers(self, messages: list[Turn], turns: list[int], tools: list[Any] | None) -> list[Answer]:
+        """Returns the conversation up to each assistant turn and the turn's end-of-sequence token."""
+        prompts = [self._render(messages[:turn], tools, prompt=True) for turn in turns]
+        whole = [self._render(messages[: turn + 1], tools, prompt=False) for turn in turns]
+        ids = self._encoded(prompts + whole)  # in one call, which uses all cores
+        return list(map(self._answer, prompts, whole, ids[: len(turns)], ids[len(turns) :]))
+
+    def _answer(self, prompt: str, until: str, before: list[int], ids: list[int]) -> Answer:
         if not until.startswith(prompt):
             raise UserError(
                 f"the chat template of target {self.target.name!r} rewrites the prompt once the answer is there, so "
                 "the assistant's tokens cannot be told from the rest; put {% generation %} markers around the answer "
                 "in the template (chat_template.jinja), or give prompt_ids and response_ids (mtp-infer distill does)"
             )
-        before, ids = self._ids(prompt), self._ids(until)
         if ids[: len(before)] != before:  # the answer's first characters merge with the prompt's last ones
-            ids, together = before + self._ids(until[len(prompt) :]), ids
+            ids, together = before + self._encoded([until[len(prompt) :]])[0], ids
             if self.tokenizer.decode(ids) != self.tokenizer.decode(together):
                 raise Unusable("an answer whose tokens merge with the prompt's")
         for place in range(len(before), len(ids)):
@@ -232,13 +235,16 @@ class Renderer:
         except Exception as error:  # a template is a program of its own: any error in it is about this record
             raise Unusable(f"refused by the chat template: {one_line(error)[:80]}") from None
 
-    def _ids(self, text: str, *, special: bool = False) -> list[int]:
+    def _encoded(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
         try:
-            ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+            return self.tokenizer(texts, add_special_tokens=special)["input_ids"]
         except TypeError:  # what tokenizers say of half a surrogate pair
             raise Unusable("text that cannot be tokenised") from None
-        bos = self.tokenizer.bos_token_id
-        return ids[1:] if special and bos is not None and ids[:2] == [bos, bos] else ids
+
+    def _with_bos(self, text: str) -> list[int]:
+        """Returns the ids of a text with the special tokens that the tokenizer adds; never two BOS."""
+        ids, bos = self._encoded([text], special=True)[0], self.tokenizer.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
 
 def _tool_call_form(turn: Turn, content: str | None, arguments_as_text: bool) -> Turn:

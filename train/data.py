@@ -128,12 +128,12 @@ def usable_records(records: list[Record], row_length: int, supervise: str, repor
     """Cuts records to the row length (counted) and drops those left without a token to learn (counted)."""
     usable = []
     for record in records:
-        learn = record.learn if supervise == "assistant" else [True] * len(record.learn)
+        learn = record.learn if supervise == "assistant" else memoryview(b"\1" * len(record.learn)).cast("?")
         report.cut += len(record.token_ids) > row_length
         if any(learn[:row_length]):
             usable.append(replace(record, token_ids=record.token_ids[:row_length], learn=learn[:row_length]))
         else:
-            report.skipped["no token to learn within the row length"] += 1
+            report.skip(record.origin, "no token to learn within the row length")
     report.records = len(usable)
     if not usable:
         raise UserError(
@@ -225,7 +225,7 @@ class Order:
         lanes = torch.full((self.steps_per_epoch, self.rows_per_step), FILL)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         for lane in range(self.rows_per_step):
-            rows = torch.arange(lane, self.num_rows, self.rows_per_step)
+            rows = torch.arange(self.num_rows)[lane :: self.rows_per_step]
             lanes[: len(rows), lane] = rows[torch.randperm(len(rows), generator=generator)]
         return lanes
 

@@ -112,10 +112,14 @@ class Replay:
         Raises:
             UserError: none of them has.
         """
-        usable = [r for r in records if r.prompt_length and r.prompt_length + 1 < len(r.token_ids)]
-        usable = [record for record in usable if len(record.token_ids) <= target.context_length]
-        report.skipped["without a prompt and an answer of two tokens to replay"] += len(records) - len(usable)
-        report.skipped += type(report.skipped)()  # drops zero counts
+        usable = []
+        for record in records:
+            if not record.prompt_length or record.prompt_length + 1 >= len(record.token_ids):
+                report.skip(record.origin, "without a prompt and an answer of two tokens to replay")
+            elif len(record.token_ids) > target.context_length:
+                report.skip(record.origin, "longer than the target's positions")
+            else:
+                usable.append(record)
         report.records = len(usable)
         if not usable:
             raise UserError(f"{report.path}: no held-out record has a prompt and an answer of at least two tokens")

@@ -5,6 +5,7 @@ why, and how long the records are. The target's weights are not loaded. What was
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -108,13 +109,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.records < 0:
         parser.error("argument --records: must not be negative")
     transformers.utils.logging.set_verbosity_error()
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a text is shown whatever the terminal's encoding
     try:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(inspect(load_config(options.config, options.overrides), options.records, colour))
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -9,13 +9,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tqdm import tqdm
+
 from mtp import UserError
 from mtp.turns import Unusable
 from train.chat import Record, Renderer, Vocabulary
 from train.config import Source
 from train.shapes import SHAPES, to_records
 from train.sources import open_source
-from train.tokenised import Tokenised, cache_key
+from train.tokenised import NAMED, Tokenised, cache_key, count_skipped
 
 __all__ = ["ReadReport", "Record", "read_records"]
 
@@ -31,7 +33,15 @@ class ReadReport:
     cut: int = 0
     vocab_coverage: float = 1.0  # share of the tokens to learn that the draft vocabulary has
     skipped: Counter[str] = field(default_factory=Counter)
-    first_skipped: list[str] = field(default_factory=list)
+    first_skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    def skip(self, origin: str, reason: str) -> None:
+        """Counts a record that cannot be used; the first ones, and the first of each reason, are named."""
+        count_skipped(self.skipped, self.first_skipped, origin, reason)
+
+    def named(self) -> list[str]:
+        """Returns where the named ones of the skipped records stand, and why each was skipped."""
+        return [f"{origin}: {reason}" for origin, reason in self.first_skipped]
 
     def text(self) -> str:
         """Returns the report as one or more readable lines."""
@@ -40,7 +50,7 @@ class ReadReport:
         if self.skipped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
             said += [f"warning: {self.path}: {self.skipped.total()} records skipped ({reasons}); first ones:"]
-            said += [f"  {named}" for named in self.first_skipped]
+            said += [f"  {each}" for each in self.named()]
         return "\n".join(said)
 
 
@@ -65,7 +75,7 @@ def read_records(
     tokenised = Tokenised.load(kept) if kept else None
     if tokenised is None:
         tokenised = Tokenised()
-        for number, value in opened.values():
+        for number, value in tqdm(opened.values(), desc=f"reading {source.source}", unit=" records", disable=None):
             try:
                 for record in to_records(value, source.shape, renderer):
                     tokenised.add(number, record)
@@ -76,11 +86,11 @@ def read_records(
         if kept and write and tokenised.ends:
             tokenised.save(kept)
     report.skipped = tokenised.skipped
-    report.first_skipped = [f"{source.source}:{number}: {reason}" for number, reason in tokenised.first_skipped]
+    report.first_skipped = [(f"{source.source}:{number}", reason) for number, reason in tokenised.first_skipped]
     records = tokenised.records(source.source)
     report.records = len(records)
     if not records:
-        named = "; ".join(report.first_skipped) or "it is empty"
+        named = "; ".join(report.named()[:NAMED]) or "it is empty"
         shapes = ", ".join(" + ".join(fields) for fields, _ in SHAPES.values())
         raise UserError(f"{source.source}: no usable record ({named}); a record is an object with {shapes}")
     return records, report

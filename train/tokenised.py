@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import safetensors
@@ -27,7 +27,8 @@ from train.chat import Record, Renderer
 FORMAT = 1  # raised when the same text gives other tokens or masks than before
 TENSORS = ("token_ids", "learn", "ends", "prompt_lengths", "numbers")
 NO_PROMPT = -1
-NAMED = 3  # skipped records that are named
+NAMED, REASONS_NAMED = 3, 10
+Where = TypeVar("Where")
 
 
 @dataclass
@@ -51,10 +52,8 @@ class Tokenised:
         self.numbers.append(number)
 
     def skip(self, number: int, reason: str) -> None:
-        """Counts a record that cannot be used; the first ones are named."""
-        self.skipped[reason] += 1
-        if len(self.first_skipped) < NAMED:
-            self.first_skipped.append((number, reason))
+        """Counts a record that cannot be used; the first ones, and the first of each reason, are named."""
+        count_skipped(self.skipped, self.first_skipped, number, reason)
 
     def records(self, path: str) -> list[Record]:
         """Returns the records; their tokens are views of the flat arrays, not copies."""
@@ -100,6 +99,13 @@ class Tokenised:
         for name in TENSORS:
             digest.update(memoryview(getattr(self, name)))
         return digest.hexdigest()
+
+
+def count_skipped(counts: Counter[str], named: list[tuple[Where, str]], where: Where, reason: str) -> None:
+    """Counts a skipped record, and names it if it is one of the first or the first of its reason."""
+    counts[reason] += 1
+    if len(named) < NAMED or (counts[reason] == 1 and len(named) < REASONS_NAMED):
+        named.append((where, reason))
 
 
 def cache_key(content: str, shape: str | None, renderer: Renderer) -> str:

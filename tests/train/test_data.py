@@ -33,8 +33,8 @@ def test_broken_lines_are_skipped_counted_and_named(tmp_path):
     assert [list(record.token_ids) for record in records] == [[5, 6, 7, 8, 9]] * 2
     assert list(records[0].learn) == [False, False, True, True, True]
     assert report.skipped.total() == 8
-    assert report.first_skipped[0] == f"{path}:2: not JSON"
-    assert len(report.first_skipped) == 3
+    assert report.named()[0] == f"{path}:2: not JSON"
+    assert {reason for _, reason in report.first_skipped} == set(report.skipped)  # one of each
     assert "8 records skipped" in report.text()
 
 
@@ -76,7 +76,7 @@ def test_long_records_are_cut_and_counted_and_useless_ones_dropped(tmp_path):
     usable = usable_records(records, 4, "assistant", report)
     assert [list(record.token_ids) for record in usable] == [[5, 6, 7, 8]]
     assert report.cut == 2
-    assert report.skipped.total() == 1
+    assert report.named() == [f"{report.path}:2: no token to learn within the row length"]
     assert len(usable_records(records, 4, "all", report)) == 2
     with pytest.raises(UserError, match="row_length"):
         usable_records(records, 2, "assistant", report)
@@ -115,6 +115,12 @@ def test_every_row_once_per_epoch_for_any_number_of_ranks():
         shares = [micro_batches(step, 2, rank=rank, world_size=world) for rank in range(world)]
         assert len({len(share) for share in shares}) == 1
         assert sorted(row for share in shares for micro in share for row in micro) == sorted(step)
+
+
+def test_more_rows_a_step_than_there_are():
+    order = Order(3, 8, seed=0)
+    assert order.steps_per_epoch == 1
+    assert sorted(order.step(5)) == [FILL] * 5 + [0, 1, 2]
 
 
 def test_draft_vocabulary_is_the_most_frequent_ids_and_every_eos():

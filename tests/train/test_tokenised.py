@@ -38,12 +38,12 @@ def test_a_second_read_gives_the_same_without_tokenising(setting):
     assert first[:2] == second[:2]
     assert (first[2], second[2]) == (True, False)
     assert second[1].skipped.total() == 2
-    assert second[1].first_skipped[0] == f"{folder / 'd.jsonl'}:3: text is not a string"
+    assert second[1].named()[0] == f"{folder / 'd.jsonl'}:3: text is not a string"
     moved = folder / "moved.jsonl"
     (folder / "d.jsonl").rename(moved)
     found, report, worked = load(str(moved))
     assert not worked
-    assert report.first_skipped[0].startswith(f"{moved}:3")
+    assert report.named()[0].startswith(f"{moved}:3")
     assert found[0][2] == f"{moved}:1"
 
 
