@@ -314,6 +314,21 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
+def accumulation(config: Config, world_size: int) -> int:
+    """Returns micro batches per optimizer step and rank.
+
+    Raises:
+        UserError: the global batch does not divide over the ranks.
+    """
+    steps = config.steps
+    if steps.rows_per_step % (steps.micro_rows * world_size):
+        raise UserError(
+            f"steps.rows_per_step = {steps.rows_per_step} is not a multiple of steps.micro_rows = {steps.micro_rows} "
+            f"times {world_size} processes; change one of the three"
+        )
+    return steps.rows_per_step // (steps.micro_rows * world_size)
+
+
 def read_deepspeed(setting: str | dict[str, Any] | None) -> dict[str, Any]:
     """Returns the deepspeed settings of a run as a dict: inline, from a JSON file, or empty.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtp import UserError
 from mtp.errors import one_line
-from train.config import Config, read_deepspeed
+from train.config import Config, accumulation, read_deepspeed
 from train.objective import Objective, StepLoss
 
 STATE_TAG = "state"  # the folder that deepspeed makes inside of ours
@@ -89,21 +89,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def accumulation(config: Config, world_size: int) -> int:
-    """Returns micro batches per optimizer step and rank.
-
-    Raises:
-        UserError: the global batch does not divide over the ranks.
-    """
-    steps = config.steps
-    if steps.rows_per_step % (steps.micro_rows * world_size):
-        raise UserError(
-            f"steps.rows_per_step = {steps.rows_per_step} is not a multiple of steps.micro_rows = {steps.micro_rows} "
-            f"times {world_size} processes; change one of the three"
-        )
-    return steps.rows_per_step // (steps.micro_rows * world_size)
 
 
 def engine_settings(config: Config, world_size: int) -> dict[str, Any]:
