@@ -30,7 +30,9 @@ LATENT = {
 VISION = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16} | {
     "image_size": 896,
     "patch_size": 14,
+    "vision_use_head": False,
 }
+TINY_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 # name of the YAML: family of the stand-in, its fields, config class and sizes as published, weights in billions
 TARGETS = {
     "llama-3.1-8b": (
@@ -61,17 +63,8 @@ TARGETS = {
     "gemma-3-4b": (
         "Gemma3Config",
         {
-            "text_config": {
-                key: value for key, value in make_config("gemma3").to_dict().items() if key != "model_type"
-            },
-            "vision_config": VISION
-            | {
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_hidden_layers": 1,
-                "image_size": 28,
-                "num_attention_heads": 2,
-            },
+            "text_config": make_config("gemma3").to_dict(),
+            "vision_config": VISION | TINY_VISION | {"image_size": 28},
             "mm_tokens_per_image": 4,
         },
         "Gemma3Config",
