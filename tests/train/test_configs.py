@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from mtp import Contract, MTPStack
-from tests.builders import COMMON, FAMILIES, make_model, make_target
+from tests.builders import COMMON, FAMILIES, make_config, make_model, make_target
 from tests.train.conftest import ROOT, random_records, write_lines
 from train.config import load_config
 from train.estimate import estimate, read_shape
@@ -27,6 +27,12 @@ LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+VISION = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16} | {
+    "image_size": 896,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+TINY_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 # name of the YAML: family of the stand-in, its fields, config class and sizes as published, weights in billions
 TARGETS = {
     "llama-3.1-8b": (
@@ -55,13 +61,20 @@ TARGETS = {
         30.53,
     ),
     "gemma-3-4b": (
-        "gemma3",
-        {},
-        "Gemma3TextConfig",
-        {"vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
-        | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072}
-        | {"sliding_window": 1024, "tie_word_embeddings": True},
-        3.88,
+        "Gemma3Config",
+        {
+            "text_config": make_config("gemma3").to_dict(),
+            "vision_config": VISION | TINY_VISION | {"image_size": 28},
+            "mm_tokens_per_image": 4,
+        },
+        "Gemma3Config",
+        {
+            "text_config": {"vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240}
+            | {"num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+            | {"max_position_embeddings": 131072, "sliding_window": 1024, "tie_word_embeddings": True},
+            "vision_config": VISION,
+        },
+        4.30,
     ),
     "glm-4-9b": (
         "Glm4Config",

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from mtp import Target
 from mtp.checkpoint import load_checkpoint, read_provenance
 from tests.train.conftest import ROOT, random_records, write_lines
+from train.provenance import toolkit
 
 FIGURES = ["train/loss", "train/lr", "train/grad_norm", "train/loss_1", "train/loss_3", "train/kl_2"]
 NO_KEY = {"WANDB_API_KEY": "", "NETRC": "/nonexistent", "WANDB_CONFIG_DIR": "/tmp/mtp-no-wandb-config"}
@@ -78,7 +79,13 @@ def test_a_run_leaves_modules_log_and_provenance(base):
 
 
 def test_wandb_without_a_key_runs_offline_once(base):
-    assert len(list((base.folder / "base" / "wandb").glob("offline-run-*"))) == 1
+    (folder,) = (base.folder / "base" / "wandb").glob("offline-run-*")
+    (file,) = folder.glob("*.wandb")
+    logged = file.read_bytes()
+    told = ["contract", "target_hidden", "toolkit", "deepspeed", "eval/acceptance_length", "train/tokens_per_second"]
+    assert [each for each in told if each.encode() not in logged] == []
+    commit = toolkit().get("commit")
+    assert commit is None or commit.encode() in logged
 
 
 def test_two_ranks_give_the_curve_of_one(base):
@@ -175,6 +182,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(base):
     done = base("killed", environment=NO_KEY, **settings(base))
     assert done.returncode == 0, done.stderr
     assert "resumed from step 3" in done.stdout
+    runs = [path.name for path in (killed / "wandb").glob("offline-run-*")]
+    assert len(runs) == 2 and len({name.rsplit("-", 1)[1] for name in runs}) == 1  # two sittings of one wandb run
     assert [line["step"] for line in base.log("killed")] == [1, 2, 3, 3, 4, 5, 6, 6]
     assert_same_run(base, "killed", noise=1e-7)
 
