@@ -213,7 +213,7 @@ class Renderer:
                     continue
                 if text.count("None") <= nones and all(text.count(name) >= names.count(name) for name in names):
                     return form
-        raise Unusable("tool calls that the chat template leaves out")
+        raise Unusable("tool calls that the chat template refuses or leaves out")
 
     def _refuse_left_out(self, messages: list[Turn], tools: list[Any] | None) -> None:
         """Raises :class:`Unusable` if the template silently drops a turn of some role."""
