@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.engine import Engine
-from infer.prompts import Prompt
+from infer.prompts import Prompt, conversation
 from infer.requests import Completion, Request
 from mtp import Target, UserError
 from mtp.files import append_line, open_lines, write_atomic
@@ -119,12 +119,10 @@ class Distillation:
 
 
 def _record(key: str, prompt: Prompt, completion: Completion, answer: str) -> dict[str, Any]:
-    record = {name: value for name, value in prompt.source.items() if name not in ("prompt", "prompt_ids")}
-    question = prompt.source.get("messages")
-    if question is None and "prompt" in prompt.source:
-        question = [{"role": "user", "content": prompt.source["prompt"]}]
-    if question is not None:
-        record["messages"] = [*question, {"role": "assistant", "content": answer}]
+    left_out = ("prompt", "prompt_ids", "conversations", "system")
+    record = {name: value for name, value in prompt.source.items() if name not in left_out}
+    if "prompt_ids" not in prompt.source:
+        record["messages"] = [*conversation(prompt.source), {"role": "assistant", "content": answer}]
     return record | {
         "distill_id": key,  # ours alone: a prompt may have an id of its own
         "prompt_ids": list(prompt.token_ids),

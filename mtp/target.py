@@ -8,11 +8,12 @@ loaded, so an architecture that does not fit is refused instead of decoded wrong
 Shapes: B sequences, R rows, H hidden size, V vocabulary.
 """
 
+import contextlib
 import copy
 import inspect
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -129,6 +130,7 @@ class Target:
         self._embedding = self.model.get_input_embeddings()
         self._embedding_scale = float(getattr(self.config, "embedding_multiplier", None) or 1.0)
         self.head = self._make_head()
+        self.vocab_size: int = self.head.weight.shape[0]
         try:
             self._prove()
         except UserError:
@@ -146,27 +148,7 @@ class Target:
         Raises:
             UserError: nothing there, not a causal LM, or an unsupported architecture.
         """
-        if dtype not in DTYPES:
-            raise UserError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-        try:
-            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # whatever a library makes of a damaged folder
-            raise UserError(_load_message(name, error)) from None
-        architectures = getattr(config, "architectures", None) or [type(config).__name__]
-        refuse_recurrent(config.get_text_config(), architectures[0], name)
-        try:
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                name,
-                dtype=DTYPES[dtype],
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # named below
-            )
-        except Exception as error:
-            raise UserError(_load_message(name, error)) from None
-        model, report = loaded
-        refuse_incomplete(report, name)
-        return cls(cast(Any, model).to(device), name)
+        return cls(load_model(name, dtype).to(device), name)
 
     @property
     def device(self) -> torch.device:
@@ -181,10 +163,6 @@ class Target:
         return self.config.hidden_size
 
     @property
-    def vocab_size(self) -> int:
-        return self.head.weight.shape[0]
-
-    @property
     def context_length(self) -> int:
         """Returns the most tokens a sequence may have."""
         return int(self.config.max_position_embeddings)
@@ -193,6 +171,18 @@ class Target:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Returns every end-of-sequence id of the generation config, or of the config."""
         return eos_token_ids(self.config, getattr(self.model, "generation_config", None))
+
+    def whole_ends(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which embedding and head can be used: here always, elsewhere they may be in parts."""
+        return contextlib.nullcontext()
+
+    def whole_layer(self, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which a layer's weights can be read: here always."""
+        return contextlib.nullcontext()
+
+    def any_rank(self, flag: bool) -> bool:
+        """Returns whether any process that must run this target together with this one raises the flag."""
+        return flag
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -279,12 +269,14 @@ class Target:
         return copy.deepcopy(self.final_norm).requires_grad_(True)
 
     def fingerprint(self) -> list[float]:
-        """Returns two weights of every tensor of the target, head included, and more of the embedding.
+        """Returns two weights of every tensor of the layers, and more of embedding and head.
 
         Targets of equal shape differ in it, a model and its fine-tuned descendant too.
         """
         sample = [_sample(self._embedding.weight, 32), _sample(self.head.weight, 32)]
-        sample += [_sample(weight, 2) for weight in self.decoder.parameters()]
+        for layer in self.decoder.layers:
+            with self.whole_layer(layer):
+                sample += [_sample(weight, 2) for weight in layer.parameters()]
         return [round(value, 8) for value in torch.cat(sample).tolist()]
 
     def _make_head(self) -> Head:
@@ -377,6 +369,31 @@ def refuse_rope_by_length(config: Any, name: str) -> None:
                 f"tokens, so cells cannot be kept; to use it within {known} tokens, set max_position_embeddings to "
                 f"{known} in its config.json"
             )
+
+
+def load_model(name: str, dtype: str) -> Any:
+    """Loads a causal LM of transformers into host memory; raises :class:`UserError` as :meth:`Target.load`."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # whatever a library makes of a damaged folder
+        raise UserError(_load_message(name, error)) from None
+    architectures = getattr(config, "architectures", None) or [type(config).__name__]
+    refuse_recurrent(config.get_text_config(), architectures[0], name)
+    try:
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=DTYPES[dtype],
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # named below
+        )
+    except Exception as error:
+        raise UserError(_load_message(name, error)) from None
+    model, report = loaded
+    refuse_incomplete(report, name)
+    return model
 
 
 def cache_argument(layer: nn.Module, *, default: str) -> str:

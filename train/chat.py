@@ -16,9 +16,9 @@ import transformers
 
 from mtp import UserError
 from mtp.errors import one_line
+from mtp.turns import Turn, Unusable
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-Turn = dict[str, Any]
 
 
 class Vocabulary(Protocol):
@@ -46,10 +46,6 @@ class Record:
     learn: Sequence[bool]
     prompt_length: int | None
     origin: str = ""
-
-
-class Unusable(Exception):
-    """A record that cannot be used; the message is the reason, short enough to count by."""
 
 
 @dataclass(frozen=True)

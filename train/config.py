@@ -207,6 +207,7 @@ class Config(Section):
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt | None = None
     checkpoint_every: PositiveInt | None = None
+    keep_checkpoints: PositiveInt = 2
     deepspeed: str | dict[str, Any] | None = None
     wandb: Wandb | None = None
 
@@ -311,6 +312,21 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
         inside = isinstance(section, type) and issubclass(section, BaseModel)
         keys += _all_keys(section, f"{prefix}{name}.") if inside else [prefix + name]
     return keys
+
+
+def accumulation(config: Config, world_size: int) -> int:
+    """Returns micro batches per optimizer step and rank.
+
+    Raises:
+        UserError: the global batch does not divide over the ranks.
+    """
+    steps = config.steps
+    if steps.rows_per_step % (steps.micro_rows * world_size):
+        raise UserError(
+            f"steps.rows_per_step = {steps.rows_per_step} is not a multiple of steps.micro_rows = {steps.micro_rows} "
+            f"times {world_size} processes; change one of the three"
+        )
+    return steps.rows_per_step // (steps.micro_rows * world_size)
 
 
 def read_deepspeed(setting: str | dict[str, Any] | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Shapes: N rows of the data set, B rows of a batch, n tokens of a row.
 """
 
 import bisect
+import hashlib
 import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -46,6 +47,13 @@ class Rows:
             self.documents[picked].masked_fill(fill, alignment.PADDING).to(device),
             self.loss_mask[picked].masked_fill(fill, False).to(device),
         )
+
+    def sha256(self) -> str:
+        """Returns a digest of the rows, equal for equal text and packing."""
+        digest = hashlib.sha256()
+        for tensor in (self.tokens, self.documents, self.loss_mask):
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
 
     def supervised(self, draft_steps: int) -> Tensor:
         """Returns how many cells of each module have a label: int [k]."""

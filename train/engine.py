@@ -1,5 +1,6 @@
 """The only file that knows deepspeed: processes, the engine, gradients, weights and state of any ZeRO stage."""
 
+import itertools
 import logging
 import os
 import socket
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtp import UserError
-from train.config import Config, read_deepspeed
+from mtp.errors import one_line
+from train.config import Config, accumulation, read_deepspeed
 from train.objective import Objective, StepLoss
 
+STATE_TAG = "state"  # the folder that deepspeed makes inside of ours
 OWNED = {
     "optimizer": "optimizer.learning_rate, weight_decay and betas",
     "scheduler": "optimizer.schedule, warmup_fraction and min_lr_fraction",
@@ -61,6 +64,12 @@ class Ranks:
         """Returns the largest of each value over ranks."""
         return self._reduce(torch.tensor(values, dtype=torch.float64, device=self.device), dist.ReduceOp.MAX).tolist()
 
+    def gather(self, values: list[Any]) -> list[Any]:
+        """Returns every rank's values (few and small ones) in one list, in the order of ranks."""
+        parts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(parts, values)
+        return list(itertools.chain.from_iterable(parts))
+
     def barrier(self) -> None:
         """Waits for all ranks."""
         self.max([0.0])
@@ -80,21 +89,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def accumulation(config: Config, world_size: int) -> int:
-    """Returns micro batches per optimizer step and rank.
-
-    Raises:
-        UserError: the global batch does not divide over the ranks.
-    """
-    steps = config.steps
-    if steps.rows_per_step % (steps.micro_rows * world_size):
-        raise UserError(
-            f"steps.rows_per_step = {steps.rows_per_step} is not a multiple of steps.micro_rows = {steps.micro_rows} "
-            f"times {world_size} processes; change one of the three"
-        )
-    return steps.rows_per_step // (steps.micro_rows * world_size)
 
 
 def engine_settings(config: Config, world_size: int) -> dict[str, Any]:
@@ -202,22 +196,42 @@ class Engine:
         return collected if rank == 0 else None
 
     def save_state(self, folder: Path) -> None:
-        """Writes what a resume needs (every rank its part); every rank must call it."""
-        self._engine.save_checkpoint(str(folder), tag="state", save_latest=False)
+        """Writes what a resume needs (every rank its part, random state included); every rank must call it."""
+        self._engine.save_checkpoint(str(folder), tag=STATE_TAG, save_latest=False)
+        torch.save(_random_state(), self._random_file(folder))
 
     def load_state(self, folder: Path) -> None:
         """Restores a saved state; every rank must call it.
 
         Raises:
-            UserError: the files are damaged or of another ZeRO stage.
+            UserError: the files are incomplete, or of another deepspeed or ZeRO stage.
         """
         try:
-            loaded, _ = self._engine.load_checkpoint(str(folder), tag="state")
-        except Exception as error:  # whatever a damaged file makes of torch.load
-            reason = str(error)[:200]
-            raise UserError(f"{folder}: the saved state cannot be read ({reason}); remove that folder") from error
+            loaded, _ = self._engine.load_checkpoint(str(folder), tag=STATE_TAG)
+            random = torch.load(self._random_file(folder), weights_only=True)
+        except Exception as error:  # whatever another version's files make of deepspeed
+            raise UserError(
+                f"{folder}: this deepspeed cannot read the state ({one_line(error)[:200]}); resume with the version "
+                "that wrote it, or choose another output"
+            ) from error
         if loaded is None:
-            raise UserError(f"{folder}: the saved state is incomplete; remove that folder to use an earlier one")
+            raise UserError(f"{folder}: the state is incomplete; choose another output")
+        _set_random_state(random)
+
+    @staticmethod
+    def _random_file(folder: Path) -> Path:
+        return folder / STATE_TAG / f"random-{dist.get_rank()}.pt"
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return state | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else state
+
+
+def _set_random_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def parameter_groups(objective: Objective, weight_decay: float) -> list[dict[str, Any]]:
@@ -227,8 +241,3 @@ def parameter_groups(objective: Objective, weight_decay: float) -> list[dict[str
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions that a checkpoint's provenance adds."""
-    return {"deepspeed": deepspeed.__version__}

@@ -12,7 +12,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mtp import UserError
-from train.chat import Record, Renderer, Unusable, Vocabulary
+from mtp.turns import Unusable
+from train.chat import Record, Renderer, Vocabulary
 from train.config import Source
 from train.shapes import SHAPES, to_records
 from train.sources import open_source

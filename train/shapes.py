@@ -16,20 +16,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from train.chat import Record, Renderer, Turn, Unusable, masked
+from mtp.turns import Unusable, tools_of, turns_of, with_system
+from train.chat import Record, Renderer, masked
 
 SHORTEST = 2  # tokens; from 3 on module 1 has a label
-ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-}
 MASKS = ("loss_mask", "assistant_masks", "completion_mask")
 IGNORED_LABEL = -100
 
@@ -104,23 +94,23 @@ def _from_input_ids(value: dict[str, Any], renderer: Renderer) -> list[Record]:
 
 
 def _from_messages(value: dict[str, Any], renderer: Renderer) -> list[Record]:
-    return renderer.chat(_with_system(value, _turns(value["messages"])), _tools(value))
+    return renderer.chat(with_system(value, turns_of(value["messages"])), tools_of(value))
 
 
 def _from_conversations(value: dict[str, Any], renderer: Renderer) -> list[Record]:
-    return renderer.chat(_with_system(value, _turns(value["conversations"])), _tools(value))
+    return renderer.chat(with_system(value, turns_of(value["conversations"])), tools_of(value))
 
 
 def _from_prompt_completion(value: dict[str, Any], renderer: Renderer) -> list[Record]:
     prompt, completion = value["prompt"], value["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        before = _with_system(value, _turns(prompt))
-        return renderer.chat([*before, *_turns(completion)], _tools(value), first_turn=len(before))
+        before = with_system(value, turns_of(prompt))
+        return renderer.chat([*before, *turns_of(completion)], tools_of(value), first_turn=len(before))
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise Unusable("prompt and completion are not two texts or two lists of turns")
     if renderer.has_template:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        return renderer.chat(_with_system(value, turns), _tools(value))
+        return renderer.chat(with_system(value, turns), tools_of(value))
     return [renderer.completion(prompt, completion)]
 
 
@@ -153,71 +143,3 @@ def _flags(value: dict[str, Any], name: str) -> list[bool]:
     if not isinstance(flags, list) or any(flag not in (0, 1) for flag in flags):
         raise Unusable(f"{name} is not a list of zeros and ones")
     return [bool(flag) for flag in flags]
-
-
-def _with_system(value: dict[str, Any], turns: list[Turn]) -> list[Turn]:
-    system = value.get("system")
-    if not isinstance(system, str) or not system or turns[0]["role"] == "system":
-        return turns
-    return [{"role": "system", "content": system}, *turns]
-
-
-def _tools(value: dict[str, Any]) -> list[Any] | None:
-    tools = _from_json(value.get("tools"))
-    if tools in (None, [], ""):
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Unusable("tools is not a list of JSON schemas")
-    return tools
-
-
-def _turns(values: Any) -> list[Turn]:
-    if not isinstance(values, list) or not values or not all(isinstance(turn, dict) for turn in values):
-        raise Unusable("messages is not a list of turns")
-    return [_turn(value) for value in values]
-
-
-def _turn(value: dict[str, Any]) -> Turn:
-    """Returns a turn with role, text content and whatever else a template may read (tool calls, reasoning, names)."""
-    turn = {name: each for name, each in value.items() if each is not None and name not in ("from", "value")}
-    role, content = value.get("role", value.get("from")), value.get("content", value.get("value"))
-    if not isinstance(role, str):
-        raise Unusable("a turn without a role")
-    if role == "function_call":
-        role, content, turn["tool_calls"] = "assistant", None, _from_json(content)
-        turn["tool_calls"] = turn["tool_calls"] if isinstance(turn["tool_calls"], list) else [turn["tool_calls"]]
-    calls = [_tool_call(call) for call in turn.pop("tool_calls", None) or ()]
-    if calls:
-        turn["tool_calls"] = calls
-    content = "" if content is None and calls else _text(content)
-    return {**turn, "role": ROLES.get(role, role), "content": content}
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        if not all(isinstance(text, str) for text in texts):
-            raise Unusable("a content part that is not text")
-        return "".join(map(str, texts))
-    if not isinstance(content, str):
-        raise Unusable("a turn without text content")
-    return content
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    """Returns a tool call with its arguments as an object, which is what templates are written for."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Unusable("a tool call without a function name")
-    outer = call if "function" in call else {"type": "function"}
-    return {**outer, "function": {**function, "arguments": _from_json(function.get("arguments", {}))}}
-
-
-def _from_json(value: Any) -> Any:
-    """Returns the value of a JSON text; what is not JSON text, as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value

@@ -68,13 +68,14 @@ class TeacherMemory:
         if not self.keep:
             return self._run(rows)
         missing = [place for place, index in enumerate(indices) if index not in self._kept and index != FILL]
-        if missing:
-            fresh = self._run(Rows(rows.tokens[missing], rows.documents[missing], rows.loss_mask[missing]))
+        if self.target.any_rank(bool(missing) or not self._kept):
+            mine = Rows(rows.tokens[missing], rows.documents[missing], rows.loss_mask[missing]) if missing else rows
+            fresh = self._run(mine)
             for row, place in enumerate(missing):
                 self._kept[indices[place]] = self._stored(fresh, row)
-        like = next(iter(self._kept.values()), None)
-        if like is None:
-            return self._run(rows)
+            if not self._kept:
+                return fresh  # nothing but padding so far
+        like = next(iter(self._kept.values()))
         blank = Teacher(*(torch.zeros_like(tensor) for tensor in like))
         parts = [self._kept.get(index, blank) for index in indices]
         device = rows.tokens.device

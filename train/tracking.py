@@ -17,13 +17,25 @@ from mtp.files import append_line, open_lines, write_atomic
 from train.config import Config
 
 STEP = "train/step"
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # ETA: ours, it knows the time limit too
 
 
 class Tracker:
     """Writes records of the run; a resumed run continues the same log and the same wandb run."""
 
-    def __init__(self, config: Config, *, resume_step: int, total_steps: int | None, wandb_id: str | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume_step: int,
+        total_steps: int | None,
+        wandb_id: str | None,
+        about: dict[str, Any],
+    ) -> None:
         """Opens the log, cut back to the step that the run resumes from.
+
+        Args:
+            about: what wandb's config gets beside the run's settings.
 
         Raises:
             UserError: the log cannot be written.
@@ -34,10 +46,13 @@ class Tracker:
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written ({error.strerror}); choose another output") from None
         self._shown: dict[str, str] = {}
+        self._seconds_left: float | None = None
         self._bar: Any = None
         if sys.stderr.isatty():
-            self._bar = tqdm(total=total_steps, initial=resume_step, desc="train", unit="step", dynamic_ncols=True)
-        self._wandb = _start_wandb(config, wandb_id) if config.wandb else None
+            self._bar = tqdm(
+                total=total_steps, initial=resume_step, desc="train", unit="step", dynamic_ncols=True, bar_format=BAR
+            )
+        self._wandb = _start_wandb(config, wandb_id, about) if config.wandb else None
         self.wandb_id = self._wandb.id if self._wandb else None
 
     def record(self, step: int, figures: dict[str, float]) -> None:
@@ -45,11 +60,14 @@ class Tracker:
         self._log({"step": step, **figures})
         if self._wandb:
             self._wandb.log({**figures, STEP: step})
-        self._shown |= _summary(figures)
+        summary = _summary(figures)
+        if self._seconds_left is not None and "train/loss" in figures:
+            summary["ETA"] = tqdm.format_interval(self._seconds_left)
+        self._shown |= summary
         if self._bar is not None:
             self._bar.set_postfix(self._shown)
         else:
-            self.say(f"step {step}: " + ", ".join(f"{name} {value}" for name, value in _summary(figures).items()))
+            self.say(f"step {step}: " + ", ".join(f"{name} {value}" for name, value in summary.items()))
 
     def _log(self, record: dict[str, Any]) -> None:
         """Writes a line; a disk that refuses costs the line, never the training."""
@@ -58,8 +76,9 @@ class Tracker:
         except OSError as error:
             self.say(f"warning: {self.path}: step {record['step']} is not logged ({error.strerror})")
 
-    def advance(self) -> None:
-        """Moves the bar by one step."""
+    def advance(self, seconds_left: float | None) -> None:
+        """Moves the bar by one step; the seconds to the end are shown with the next record."""
+        self._seconds_left = seconds_left
         if self._bar is not None:
             self._bar.update()
 
@@ -104,7 +123,7 @@ def _is_until(line: bytes, step: int) -> bool:
         return False  # the half-written last line of a killed run
 
 
-def _start_wandb(config: Config, run_id: str | None) -> Any:
+def _start_wandb(config: Config, run_id: str | None, about: dict[str, Any]) -> Any:
     import wandb
 
     assert config.wandb is not None
@@ -120,7 +139,7 @@ def _start_wandb(config: Config, run_id: str | None) -> Any:
             resume="allow" if run_id else None,
             mode=mode,
             dir=config.output,
-            config=config.model_dump(),
+            config={**config.model_dump(mode="json"), **about},
             settings=wandb.Settings(silent=True, console="off"),
         )
     except (wandb.Error, OSError) as error:

@@ -1,21 +1,24 @@
 """The loop: a batch of packed rows, the frozen target's side of it, the objective, one optimizer step."""
 
+import dataclasses
 import math
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from mtp import Target, UserError
+from mtp import UserError
 from train.config import Config
-from train.data import Order, cache_folder, micro_batches, read_rows
-from train.engine import Engine, Ranks, versions
+from train.data import FILL, Order, cache_folder, micro_batches, read_rows
+from train.engine import Engine, Ranks
 from train.evaluate import Evaluation, Replay
 from train.initialise import new_stack
 from train.objective import CELLS, DIVERGENCE, LOSS, Objective, StepLoss, objective_inputs
+from train.partition import load_target
+from train.provenance import toolkit, versions
 from train.records import ReadReport, read_records
 from train.runs import RunFolder
 from train.shards import Shards
@@ -62,17 +65,22 @@ class Trainer:
         config.modules.contract(None)  # refuse a wrong recurrence before minutes of loading
         self.folder = RunFolder(config, ranks)
         self.step, self.elapsed, self.trained_tokens, self.wandb_id = 0, 0.0, 0, None
+        self.evaluated, self.best = 0, -math.inf  # the last step evaluated; the greatest acceptance length
         self.complete = self.folder.complete()
         ranks.barrier()
         if self.complete:
             return
+        resumed = self.folder.newest_state()
         torch.manual_seed(config.seed)
-        self.target = Target.load(config.target, dtype=config.dtype, device=ranks.device)
+        self.target = load_target(config, ranks.device)
         self._read_data()
-        stack = new_stack(self.contract, self.target, config.init)
+        with self.target.whole_ends():
+            stack = new_stack(self.contract, self.target, config.init)
         stack.activation_checkpointing = config.activation_checkpointing
         self.engine = Engine(config, Objective(stack, config.loss.chunk_rows), ranks)
-        self._resume()
+        self.warnings: list[str] = []
+        if resumed is not None:
+            self._resume(*resumed)
 
     def _read_data(self) -> None:
         data, modules = self.config.data, self.config.modules
@@ -81,6 +89,7 @@ class Trainer:
             self.ranks.barrier()  # rank 0 tokenises and writes the cache, the others read it
         self.reports: list[ReadReport]
         self.rows, self.contract, self.reports = read_rows(self.config, self.target, write_cache=main)
+        self.rows_sha256 = self.rows.sha256()
         self.supervised = self.rows.supervised(modules.depths).tolist()
         if not self.supervised[0]:
             raise UserError("data.train: no record is long enough to train module 1; records need 3 tokens or more")
@@ -109,15 +118,16 @@ class Trainer:
         limits = [steps.max_steps, steps.epochs and steps.epochs * self.order.steps_per_epoch]
         return min((limit for limit in limits if limit), default=None)
 
-    def _resume(self) -> None:
-        self.ranks.barrier()
-        newest = self.folder.newest_state()
-        if newest is None:
-            return
-        facts = self.folder.read_state(newest)
-        self.engine.load_state(newest)
-        self.step, self.elapsed = facts["step"], facts["elapsed"]
-        self.trained_tokens, self.wandb_id = facts["tokens"], facts["wandb_id"]
+    def _resume(self, folder: Path, facts: dict[str, Any], warnings: list[str]) -> None:
+        if facts["rows_sha256"] != self.rows_sha256:
+            raise UserError(
+                f"{self.config.data.train}: its content is not what step {facts['step']} in {folder} was trained on; "
+                "give the file as it was, or choose another output"
+            )
+        self.engine.load_state(folder)
+        self.step, self.elapsed, self.trained_tokens = facts["step"], facts["elapsed"], facts["tokens"]
+        self.evaluated, self.best, self.wandb_id = facts["evaluated"], facts["best"], facts["wandb_id"]
+        self.warnings = warnings
 
     def run(self) -> None:
         """Trains to the end, or until a signal or a limit, and saves.
@@ -128,7 +138,13 @@ class Trainer:
         stop = StopSignal()
         tracker = None
         if self.ranks.rank == 0:
-            tracker = Tracker(self.config, resume_step=self.step, total_steps=self.total_steps, wandb_id=self.wandb_id)
+            tracker = Tracker(
+                self.config,
+                resume_step=self.step,
+                total_steps=self.total_steps,
+                wandb_id=self.wandb_id,
+                about=self._about(),
+            )
             self.wandb_id = tracker.wandb_id
             self._introduce(tracker)
         try:
@@ -139,8 +155,8 @@ class Trainer:
                 tracker.close()
 
     def _introduce(self, tracker: Tracker) -> None:
-        for report in self.reports:
-            tracker.say(report.text())
+        for text in [*self.warnings, *(report.text() for report in self.reports)]:
+            tracker.say(text)
         cells = ", ".join(f"module {index}: {count}" for index, count in enumerate(self.supervised, start=1))
         epoch = f"{len(self.rows)} packed rows, {self.order.steps_per_epoch} steps an epoch"
         tracker.say(f"{epoch}; supervised cells: {cells}")
@@ -160,6 +176,11 @@ class Trainer:
         minutes = self.config.steps.max_minutes
         return max(by_steps, self.elapsed / 60 / minutes if minutes else 0.0)
 
+    def _seconds_left(self, started: float, seconds: float) -> float | None:
+        """Returns the seconds to the end at the speed since the start; None before there is a speed."""
+        done = self._progress() - started
+        return seconds / done * max(1 - self._progress(), 0) if done > 0 else None
+
     def _agree(self, stop: StopSignal) -> tuple[float, bool]:
         """Returns progress as rank 0 sees it and whether any rank was told to stop."""
         mine = self._progress() if self.ranks.rank == 0 else 0.0
@@ -168,25 +189,24 @@ class Trainer:
 
     def _loop(self, stop: StopSignal, tracker: Tracker | None) -> None:
         config = self.config
-        before, resumed = self.elapsed, time.monotonic()
-        tokens, since, evaluated, interrupted = 0, resumed, -1, False
+        before, resumed, started = self.elapsed, time.monotonic(), self._progress()
+        tokens, seconds, interrupted = 0, 0.0, False
         while True:
             progress, interrupted = self._agree(stop)
             if progress >= 1 or interrupted:
                 break
+            began = time.monotonic()
             figures, batch_tokens = self._step(progress)
-            tokens += batch_tokens
             now = time.monotonic()
-            self.elapsed = before + now - resumed
+            tokens, seconds, self.elapsed = tokens + batch_tokens, seconds + now - began, before + now - resumed
             if tracker:
-                tracker.advance()
+                tracker.advance(self._seconds_left(started, now - resumed))
                 if self.step % config.log_every == 0 or self.step == 1:
-                    figures["train/tokens_per_second"] = tokens / max(now - since, 1e-9)
+                    figures["train/tokens_per_second"] = tokens / max(seconds, 1e-9)
                     tracker.record(self.step, figures)
-                    tokens, since = 0, now
+                    tokens, seconds = 0, 0.0
             if config.evaluate_every and self.step % config.evaluate_every == 0:
                 self._evaluate(tracker)
-                evaluated = self.step
             if config.checkpoint_every and self.step % config.checkpoint_every == 0:
                 self._save(f"step-{self.step}")
             self.elapsed = before + time.monotonic() - resumed
@@ -195,7 +215,12 @@ class Trainer:
             if tracker:
                 tracker.say(f"stopped by a signal after step {self.step}, saved; run the same command to go on")
             return
-        if evaluated != self.step:
+        if not self.trained_tokens:
+            raise UserError(
+                f"{config.data.train}: not one token to learn in {self.step} steps, so nothing was trained; raise the "
+                "limits in steps, or set data.supervise: all"
+            )
+        if self.evaluated != self.step:
             self._evaluate(tracker)
         self._save("final")
         if tracker:
@@ -213,39 +238,56 @@ class Trainer:
         weights = torch.tensor(step_loss.weights(self.config.loss.beta, depths), device=ranks.device)
         scales = weights * self.engine.accumulation * ranks.world_size / cells.clamp(min=1)
         self.engine.set_learning_rate(rate)
-        statistics: Tensor | None = None
+        parts: list[Tensor] = []
         share = micro_batches(indices, self.config.steps.micro_rows, rank=ranks.rank, world_size=ranks.world_size)
         for batch in share:
             rows = self.rows.take(batch, ranks.device)
-            inputs = objective_inputs(rows, self.teacher(batch, rows))
-            part = self.engine.micro_step(inputs, scales, step_loss)
-            statistics = part if statistics is None else statistics + part
-        assert statistics is not None
-        totals = ranks.sum(statistics)
+            with self.target.whole_ends():
+                inputs = objective_inputs(rows, self.teacher(batch, rows))
+                parts.append(self.engine.micro_step(inputs, scales, step_loss))
+        totals = ranks.sum(torch.stack(parts).sum(0))
         self.step += 1
         losses, divergences = (totals[which] / totals[CELLS].clamp(min=1) for which in (LOSS, DIVERGENCE))
         loss = float((losses * weights).sum())
-        if not math.isfinite(loss):
-            raise UserError(
-                f"step {self.step}: the loss is {loss}; stopped, the last checkpoint in {self.folder.path} is from "
-                "before it; lower optimizer.learning_rate or check the target's dtype"
-            )
+        norm = self.engine.gradient_norm
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            wrong = [batch for batch, part in zip(share, parts, strict=True) if not part.isfinite().all()]
+            self._stop_at(ranks.gather([row for batch in wrong for row in batch]) or indices, loss, norm)
         self.trained_tokens += int(cells[0])
-        figures = {"train/loss": loss, "train/lr": rate, "train/grad_norm": self.engine.gradient_norm}
+        figures = {"train/loss": loss, "train/lr": rate, "train/grad_norm": norm}
         for depth in range(depths):
             figures[f"train/loss_{depth + 1}"] = float(losses[depth])
             if self.soft:
                 figures[f"train/kl_{depth + 1}"] = float(divergences[depth])
         return figures, int((whole.documents >= 0).sum())
 
+    def _stop_at(self, indices: list[int], loss: float, norm: float) -> NoReturn:
+        """Raises :class:`UserError` that names the rows whose loss or gradient is not finite."""
+        numbers = sorted(set(indices) - {FILL})
+        begin = self.rows.tokens[numbers[0]][self.rows.documents[numbers[0]] == 0][:8].tolist() if numbers else []
+        newest = self.folder.checkpoints()
+        kept = f"the last checkpoint, {newest[0]}, is from before it" if newest else "no checkpoint was saved before it"
+        raise UserError(
+            f"step {self.step}: the loss is {loss} and the norm of its gradient {norm}, in packed rows "
+            f"{', '.join(map(str, numbers[:8]))}{' ...' if len(numbers) > 8 else ''} of {self.config.data.train} (the "
+            f"first begins with token ids {begin}); stopped, {kept}; lower optimizer.learning_rate, look at those "
+            "records, or check the target's dtype"
+        )
+
     def _evaluate(self, tracker: Tracker | None) -> None:
         if self.replay is None:
             return
         ranks = self.ranks
-        mine = self.replay.run(self.engine.stack, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device)
-        merged = Evaluation.from_tensor(ranks.sum(mine.tensor().to(ranks.device)).cpu())
+        with self.target.whole_ends():
+            mine = self.replay.run(self.engine.stack, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device)
+        figures = Evaluation.from_tensor(ranks.sum(mine.tensor().to(ranks.device)).cpu()).record()
+        self.evaluated, length = self.step, figures["eval/acceptance_length"]
         if tracker:
-            tracker.record(self.step, merged.record())
+            tracker.record(self.step, figures)
+        if length > self.best:
+            self.best = length
+            training = self._provenance() | {"eval/acceptance_length": length}
+            self.folder.save_modules("best", self.engine, self.contract, self.target, training)
 
     def _save(self, name: str) -> None:
         facts = {
@@ -253,9 +295,22 @@ class Trainer:
             "elapsed": self.elapsed,
             "tokens": self.trained_tokens,
             "world_size": self.ranks.world_size,
+            "evaluated": self.evaluated,
+            "best": self.best,
+            "rows_sha256": self.rows_sha256,
             "wandb_id": self.wandb_id,
         }
-        training = {
+        self.folder.save(name, self.engine, self.contract, self.target, facts, self._provenance())
+
+    def _about(self) -> dict[str, Any]:
+        """Returns what a reader of the run's figures asks for, beside its config."""
+        vocab = self.contract.draft_vocab
+        contract = dataclasses.asdict(self.contract) | {"draft_vocab": vocab and len(vocab)}
+        kept = ("processes", "zero_stage", "data", "versions", "toolkit")
+        return {"contract": contract, **{key: value for key, value in self._provenance().items() if key in kept}}
+
+    def _provenance(self) -> dict[str, Any]:
+        return {
             "step": self.step,
             "trained_tokens": self.trained_tokens,
             "elapsed_seconds": round(self.elapsed, 1),
@@ -265,5 +320,5 @@ class Trainer:
             "draft_vocab_coverage": round(self.reports[0].vocab_coverage, 6),
             "data": [{"file": each.path, "sha256": each.sha256, "records": each.records} for each in self.reports],
             "versions": versions(),
+            "toolkit": toolkit(),
         }
-        self.folder.save(name, self.engine, self.contract, self.target, facts, training)

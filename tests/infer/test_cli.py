@@ -153,6 +153,32 @@ def test_distill_keeps_odd_characters_and_resumes_after_them(capsys, target_fold
     assert "1 answers are there already" in err
 
 
+def test_prompts_are_read_as_training_reads_them(capsys, target_folder, tmp_path):
+    """One record in several shapes: the same tokens; what distill writes trains on exactly those."""
+    plain = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]}
+    shapes = [
+        plain,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+        {"conversations": [{"from": "human", "value": "ab"}]},
+        {"prompt": "ab"},
+        {"prompt": [{"role": "user", "content": "ab"}]},
+    ]
+    lines = [shapes[0], *({**shape, "system": "s"} for shape in shapes[1:])]
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status, out, _ = run(
+        capsys, "generate", "--target", target_folder, "--prompts", prompts, "--max-new-tokens", 5, "--json"
+    )
+    assert status == 0
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [answer["line"] for answer in answers] == [1, 2, 3, 4, 5]
+    assert len({str(answer["token_ids"]) for answer in answers}) == 1
+    assert run(capsys, "distill", "--target", target_folder, "--prompts", prompts, "--output", output)[0] == 0
+    (record,) = map(json.loads, output.read_text().splitlines())  # equal prompts are answered once
+    assert record["messages"][:2] == plain["messages"]
+    assert "system" not in record
+
+
 def test_distill_refuses_an_output_made_with_other_settings(capsys, target_folder, tmp_path):
     output = tmp_path / "answers.jsonl"
     options = ["distill", "--target", target_folder, "--prompt", "a", "--output", output]

@@ -41,23 +41,30 @@ class Run:
         fixed = {"target": self.folder / "target", "output": self.folder / output, "data.train": self.data}
         return ["--config", "tiny.yaml", *(f"{key}={value}" for key, value in (fixed | more).items())]
 
-    def __call__(self, output, *, ranks=0, environment=None, **more):
-        """Runs the command (0 ranks: without the launcher) and returns the finished process."""
+    def command(self, output, *, ranks=0, environment=None, **more):
+        """Returns the arguments of a process (0 ranks: without the launcher)."""
         launcher = [sys.executable, "-m", "train"]
         if ranks:
             port = str(random.randrange(20000, 60000))
             launcher = [str(DEEPSPEED), "--num_accelerators", str(ranks), "--master_port", port, "--module", "train"]
         keep = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "MASTER", "LOCAL_"))}
         path = os.pathsep.join([str(Path(sys.executable).parent), keep.get("PATH", "")])
-        return subprocess.run(
-            [*launcher, *self.settings(output, **more)],
-            cwd=ROOT,
-            env=keep | {"DS_ACCELERATOR": "cpu", "PATH": path} | (environment or {}),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            stdin=subprocess.DEVNULL,
-        )
+        return {
+            "args": [*launcher, *self.settings(output, **more)],
+            "cwd": ROOT,
+            "env": keep | {"DS_ACCELERATOR": "cpu", "PATH": path} | (environment or {}),
+            "text": True,
+            "stdin": subprocess.DEVNULL,
+        }
+
+    def __call__(self, output, **more):
+        """Runs the command and returns the finished process."""
+        return subprocess.run(**self.command(output, **more), capture_output=True, timeout=300)
+
+    def start(self, output, **more):
+        """Starts the command as the leader of its own session and returns the running process."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(**self.command(output, **more), **pipes, start_new_session=True)
 
     def log(self, output):
         return [json.loads(line) for line in (self.folder / output / "log.jsonl").read_text().splitlines()]

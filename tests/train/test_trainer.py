@@ -137,6 +137,22 @@ def test_a_recursive_module_trains_and_two_ranks_give_the_curve_of_one(base):
     assert (len(stack.layers), stack.contract.draft_steps) == (1, 3)
 
 
+def test_offload_settings_pass_through(base):
+    done = base(
+        "offload",
+        ranks=2,
+        environment=NO_KEY,
+        deepspeed="deepspeed/zero3-offload.json",
+        **settings(base, dtype="bfloat16"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    loss = torch.tensor(base.curve("offload", "train/loss"))
+    torch.testing.assert_close(loss, torch.tensor(base.curve("base", "train/loss")), rtol=3e-2, atol=3e-2)
+    assert load_checkpoint(
+        base.folder / "offload" / "final", Target.load(str(base.folder / "target"), dtype="bfloat16")
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_bfloat16_trains(base, stage):
