@@ -10,16 +10,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from mtp import UserError
+from mtp import Contract, UserError
 from train.config import Config
-from train.data import FILL, Order, cache_folder, micro_batches, read_rows
+from train.data import FILL, Order, Rows, cache_folder, micro_batches, read_rows
 from train.engine import Engine, Ranks
 from train.evaluate import Evaluation, Replay
 from train.initialise import new_stack
 from train.objective import CELLS, DIVERGENCE, LOSS, Objective, StepLoss, objective_inputs
 from train.partition import load_target
 from train.provenance import toolkit, versions
-from train.records import ReadReport, read_records
+from train.records import ReadReport, Record, read_records
 from train.runs import RunFolder
 from train.shards import Shards
 from train.teacher import TeacherMemory
@@ -84,11 +84,8 @@ class Trainer:
 
     def _read_data(self) -> None:
         data, modules = self.config.data, self.config.modules
-        main = self.ranks.rank == 0
-        if not main:
-            self.ranks.barrier()  # rank 0 tokenises and writes the cache, the others read it
         self.reports: list[ReadReport]
-        self.rows, self.contract, self.reports = read_rows(self.config, self.target, write_cache=main)
+        (self.rows, self.contract, self.reports), heldout = self.ranks.first(self._read_sources)
         self.rows_sha256 = self.rows.sha256()
         self.supervised = self.rows.supervised(modules.depths).tolist()
         if not self.supervised[0]:
@@ -102,14 +99,16 @@ class Trainer:
         if data.hidden_states:
             self.teacher = Shards(Path(data.hidden_states), self.rows, self.target, target_hidden=point)
         self.replay: Replay | None = None
-        if data.heldout:
-            heldout, report = read_records(data.heldout, self.target, cache=cache_folder(self.config), write=main)
-            self.replay = Replay(
-                heldout, report, self.target, target_hidden=point, chunk_rows=chunk, keep=data.keep_hidden
-            )
-            self.reports.append(report)
-        if main:
-            self.ranks.barrier()
+        if heldout:
+            self.replay = Replay(*heldout, self.target, target_hidden=point, chunk_rows=chunk, keep=data.keep_hidden)
+            self.reports.append(heldout[1])
+
+    def _read_sources(self) -> tuple[tuple[Rows, Contract, list[ReadReport]], tuple[list[Record], ReadReport] | None]:
+        """Returns what :func:`read_rows` does, and the held-out records if there are any; rank 0 writes the cache."""
+        heldout, write = self.config.data.heldout, self.ranks.rank == 0
+        rows = read_rows(self.config, self.target, write_cache=write)
+        cache = cache_folder(self.config)
+        return rows, read_records(heldout, self.target, cache=cache, write=write) if heldout else None
 
     @property
     def total_steps(self) -> int | None:
