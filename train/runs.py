@@ -224,6 +224,7 @@ def _read_facts(folder: Path) -> dict[str, Any] | None:
             "evaluated": int(facts["evaluated"]),
             "best": float(facts["best"]),
             "rows_sha256": str(facts["rows_sha256"]),
+            "target_fingerprint": list(facts["target_fingerprint"]),
             "wandb_id": facts["wandb_id"],
             "files": dict(facts["files"]),
         }

@@ -123,6 +123,11 @@ class Trainer:
                 f"{self.config.data.train}: its content is not what step {facts['step']} in {folder} was trained on; "
                 "give the file as it was, or choose another output"
             )
+        if facts["target_fingerprint"] != self.target.fingerprint():
+            raise UserError(
+                f"target {self.config.target!r}: its weights are not those that step {facts['step']} in {folder} was "
+                "trained on; give the target as it was, or choose another output"
+            )
         self.engine.load_state(folder)
         self.step, self.elapsed, self.trained_tokens = facts["step"], facts["elapsed"], facts["tokens"]
         self.evaluated, self.best, self.wandb_id = facts["evaluated"], facts["best"], facts["wandb_id"]
@@ -297,6 +302,7 @@ class Trainer:
             "evaluated": self.evaluated,
             "best": self.best,
             "rows_sha256": self.rows_sha256,
+            "target_fingerprint": self.target.fingerprint(),
             "wandb_id": self.wandb_id,
         }
         self.folder.save(name, self.engine, self.contract, self.target, facts, self._provenance())

@@ -213,6 +213,14 @@ def test_what_a_user_can_fix_is_one_line(run, more, said):
     assert said in done.stderr.split("error:")[-1]
 
 
+def test_an_error_of_rank_0_is_said_once_and_without_a_traceback(base):
+    """The others wait for it in a collective when it leaves."""
+    done = base("base", ranks=2, environment=NO_KEY, **settings(base, **{"optimizer.learning_rate": 0.5}))
+    assert done.returncode != 0
+    assert "optimizer.learning_rate" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_signal_saves_and_leaves(run):
     command = [sys.executable, "-m", "train", *run.settings("stopped", **{"steps.max_steps": 100000})]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
