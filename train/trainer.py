@@ -89,7 +89,7 @@ class Trainer:
         self.rows_sha256 = self.rows.sha256()
         self.supervised = self.rows.supervised(modules.depths).tolist()
         if not self.supervised[0]:
-            raise UserError("data.train: no record is long enough to train module 1; records need 3 tokens or more")
+            raise UserError(f"{data.names}: no record is long enough to train module 1; records need 3 tokens or more")
         self.order = Order(len(self.rows), self.config.steps.rows_per_step, self.config.seed)
         point, chunk = self.contract.target_hidden, self.config.loss.chunk_rows
         self.soft = self.config.loss.kind != "cross_entropy"
@@ -120,7 +120,7 @@ class Trainer:
     def _resume(self, folder: Path, facts: dict[str, Any], warnings: list[str]) -> None:
         if facts["rows_sha256"] != self.rows_sha256:
             raise UserError(
-                f"{self.config.data.train}: its content is not what step {facts['step']} in {folder} was trained on; "
+                f"{self.config.data.names}: its content is not what step {facts['step']} in {folder} was trained on; "
                 "give the file as it was, or choose another output"
             )
         if facts["target_fingerprint"] != self.target.fingerprint():
@@ -221,7 +221,7 @@ class Trainer:
             return
         if not self.trained_tokens:
             raise UserError(
-                f"{config.data.train}: not one token to learn in {self.step} steps, so nothing was trained; raise the "
+                f"{config.data.names}: not one token to learn in {self.step} steps, so nothing was trained; raise the "
                 "limits in steps, or set data.supervise: all"
             )
         if self.evaluated != self.step:
@@ -273,7 +273,7 @@ class Trainer:
         kept = f"the last checkpoint, {newest[0]}, is from before it" if newest else "no checkpoint was saved before it"
         raise UserError(
             f"step {self.step}: the loss is {loss} and the norm of its gradient {norm}, in packed rows "
-            f"{', '.join(map(str, numbers[:8]))}{' ...' if len(numbers) > 8 else ''} of {self.config.data.train} (the "
+            f"{', '.join(map(str, numbers[:8]))}{' ...' if len(numbers) > 8 else ''} of {self.config.data.names} (the "
             f"first begins with token ids {begin}); stopped, {kept}; lower optimizer.learning_rate, look at those "
             "records, or check the target's dtype"
         )
