@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import io
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from infer.requests import Completion, Request
 from mtp import MTPStack, Target, UserError
 from mtp.acceptance import AcceptanceStats
 from mtp.checkpoint import load_checkpoint, target_of
-from mtp.errors import first_line
+from mtp.errors import one_line
 from mtp.files import write_atomic
 from mtp.target import DTYPES
 
@@ -32,10 +34,22 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an answer is printed whatever the terminal's encoding
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"error: {error.filename or 'standard output'}: {error.strerror or error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except KeyboardInterrupt:
         print("stopped; run the same command again to go on", file=sys.stderr)
@@ -126,9 +140,10 @@ def _output_file(path: Path | None) -> Path | None:
         return None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"--output {path}: cannot be written; give the path of a file in a folder of yours")
     return path
 
 
@@ -167,8 +182,11 @@ def _load(args: argparse.Namespace) -> tuple[Target, MTPStack | None]:
         name = target_of(checkpoint)
     try:
         target = Target.load(name, dtype=args.dtype, device=args.device)
+    except UserError as error:
+        hint = "" if args.target else f"; {checkpoint} was made for it: give --target if it is elsewhere now"
+        raise UserError(f"{error}{hint}") from None
     except (RuntimeError, AssertionError) as error:  # torch's words for a device that is not there
-        raise UserError(f"device {args.device!r}: {first_line(error)}") from None
+        raise UserError(f"device {args.device!r}: {one_line(error)}") from None
     return target, None if checkpoint is None else load_checkpoint(checkpoint, target)
 
 
@@ -199,11 +217,15 @@ def _generate(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(target.name)
     prompts = _read(args, tokenizer, target)
     requests = [Request(prompt.token_ids, args.max_new_tokens, key) for key, prompt in enumerate(prompts)]
+    if args.drafts and stack is None:
+        raise UserError("--drafts: without --checkpoint there are no modules to draft with")
+    if args.eos and max(args.eos) >= target.vocab_size:
+        raise UserError(f"--eos {max(args.eos)}: the target's tokens are 0..{target.vocab_size - 1}")
     engine = Engine(
         target,
         stack,
         num_drafts=args.drafts,
-        batch_size=args.batch_size,
+        batch_size=min(args.batch_size, len(requests)),
         correct=not args.uncorrected,
         eos_token_ids=None if args.eos is None else tuple(args.eos),
     )
@@ -218,17 +240,18 @@ def _generate(args: argparse.Namespace) -> int:
             progress.advance()
             while following in waiting:
                 answer = waiting.pop(following)
-                progress.write(_answer(answer, decode(tokenizer, answer.token_ids), args.json))
+                progress.write(_answer(answer, prompts[following], decode(tokenizer, answer.token_ids), args.json))
                 following += 1
     print(_stats_line(total, tokens, time.perf_counter() - started), file=sys.stderr)
     return 0
 
 
-def _answer(done: Completion, text: str, as_json: bool) -> str:
+def _answer(done: Completion, prompt: Prompt, text: str, as_json: bool) -> str:
     if not as_json:
         return text
     record: dict[str, Any] = {
         "index": done.request.key,
+        "line": prompt.line,
         "text": text,
         "token_ids": done.token_ids,
         "finish_reason": done.finish_reason,
@@ -260,7 +283,7 @@ def _check(args: argparse.Namespace) -> int:
         stack,
         requests,
         num_drafts=args.drafts,
-        batch_size=args.batch_size,
+        batch_size=min(args.batch_size, len(requests)),
         min_rounds=args.rounds,
         seed=args.seed,
         correct=not args.uncorrected,
@@ -269,6 +292,8 @@ def _check(args: argparse.Namespace) -> int:
     for name, report in reports.items():
         print(_check_line(name, report))
     _write_figures(output, {name: dataclasses.asdict(report) for name, report in reports.items()})
+    if not real.rounds:
+        raise UserError("check: no draft was made for real, every answer ended before; raise --max-new-tokens")
     mismatches = real.mismatches + forced.mismatches
     print("check passed: every committed cell equals the training forward" if not mismatches else "check FAILED")
     return 1 if mismatches else 0
@@ -306,7 +331,7 @@ def _distill(args: argparse.Namespace) -> int:
     with Progress("distill", len(work.todo), "answer") as progress:
         for done in work.run(
             lambda ids: decode(tokenizer, ids),
-            batch_size=args.batch_size,
+            batch_size=min(args.batch_size, max(len(work.todo), 1)),
             max_minutes=args.max_minutes,
         ):
             tokens, written = tokens + len(done.token_ids), written + 1

@@ -126,8 +126,9 @@ def compare(
             progress.advance()
     replayed = AcceptanceStats(most)
     for request, answer in zip(requests, plain, strict=True):
-        tokens = torch.tensor([*request.prompt_ids, *answer], device=target.device)
-        replayed.merge(replay_text(target, stack, tokens, len(request.prompt_ids)))
+        tokens, prompt = torch.tensor([*request.prompt_ids, *answer], device=target.device), len(request.prompt_ids)
+        limit = min(prompt + request.max_new_tokens, target.context_length)
+        replayed.merge(replay_text(target, stack, tokens, prompt, limit=limit))
     return Comparison(rows, replayed, len(requests))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.engine import Engine
-from infer.prompts import Prompt
+from infer.prompts import Prompt, conversation
 from infer.requests import Completion, Request
 from mtp import Target, UserError
 from mtp.files import append_line, open_lines, write_atomic
@@ -31,6 +31,8 @@ def written_ids(output: Path, settings: dict[str, Any]) -> set[str]:
     Raises:
         UserError: the output was made with other settings, or is not ours.
     """
+    if not output.name or output.is_dir():
+        raise UserError(f"--output {str(output)!r} is not the path of a file; give one, answers.jsonl say")
     settings_path = output.with_name(output.name + SETTINGS_SUFFIX)
     if not output.exists():
         try:
@@ -57,7 +59,7 @@ def written_ids(output: Path, settings: dict[str, Any]) -> set[str]:
     ids = set()
     for number, line in enumerate(complete.splitlines(), start=1):  # of bytes: U+2028 ends no line
         try:
-            ids.add(json.loads(line)["id"])
+            ids.add(json.loads(line)["distill_id"])
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{output}:{number}: not a line of distill; mend or remove it, then run again") from None
     return ids
@@ -117,14 +119,12 @@ class Distillation:
 
 
 def _record(key: str, prompt: Prompt, completion: Completion, answer: str) -> dict[str, Any]:
-    kept = {name: value for name, value in prompt.source.items() if name not in ("prompt", "prompt_ids")}
-    record = {"id": key, **kept}
-    question = prompt.source.get("messages")
-    if question is None and "prompt" in prompt.source:
-        question = [{"role": "user", "content": prompt.source["prompt"]}]
-    if question is not None:
-        record["messages"] = [*question, {"role": "assistant", "content": answer}]
+    left_out = ("prompt", "prompt_ids", "conversations", "system")
+    record = {name: value for name, value in prompt.source.items() if name not in left_out}
+    if "prompt_ids" not in prompt.source:
+        record["messages"] = [*conversation(prompt.source), {"role": "assistant", "content": answer}]
     return record | {
+        "distill_id": key,  # ours alone: a prompt may have an id of its own
         "prompt_ids": list(prompt.token_ids),
         "response_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,

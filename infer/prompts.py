@@ -10,17 +10,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from infer.requests import validate_prompt
 from mtp import Target, UserError
-from mtp.errors import first_line
+from mtp.errors import one_line
+from mtp.turns import Turn, Unusable, tools_of, turns_of, with_system
 
 SHOWN = 3  # broken lines named one by one
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """``source`` is the record it came from (other fields are kept by ``distill``)."""
+    """``source`` is the record it came from (other fields are kept by ``distill``), ``line`` its line in a file."""
 
     token_ids: tuple[int, ...]
     source: dict[str, Any]
+    line: int | None = None
 
 
 @dataclass
@@ -42,7 +44,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # whatever a library makes of a damaged folder
-        raise UserError(f"target {name!r}: no tokenizer could be loaded ({first_line(error)})") from None
+        raise UserError(f"target {name!r}: no tokenizer could be loaded ({one_line(error)})") from None
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
@@ -58,15 +60,15 @@ class Encoder:
     target: Target
     raw: bool = False
 
-    def __call__(self, record: dict[str, Any]) -> Prompt:
-        """Returns the prompt of a record with ``messages``, ``prompt`` or ``prompt_ids``.
+    def __call__(self, record: dict[str, Any], line: int | None = None) -> Prompt:
+        """Returns the prompt of a record with ``messages``, ``conversations``, ``prompt`` or ``prompt_ids``.
 
         Raises:
-            UserError: none of the three fields, one of the wrong form, or a prompt that the target cannot take.
+            UserError: no such field, one of the wrong form, or a prompt that the target cannot take.
         """
         token_ids = encode(record, self.tokenizer, raw=self.raw)
         validate_prompt(token_ids, self.target)
-        return Prompt(token_ids, record)
+        return Prompt(token_ids, record, line)
 
 
 def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, raw: bool) -> tuple[int, ...]:
@@ -76,30 +78,46 @@ def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, raw: b
         if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
             raise UserError("'prompt_ids' is not a non-empty list of token ids")
         return tuple(ids)
-    if "messages" in record:
-        messages = record["messages"]
-    elif "prompt" in record:
-        if not isinstance(record["prompt"], str) or not record["prompt"]:
-            raise UserError("empty prompt: 'prompt' is not a text of one character or more")
-        messages = [{"role": "user", "content": record["prompt"]}]
-    else:
-        raise UserError("none of the fields 'messages', 'prompt', 'prompt_ids'")
-    if raw or not tokenizer.chat_template:
-        if "prompt" not in record:
-            raise UserError("'messages' need a chat template; this tokenizer has none (or --raw was given)")
-        try:
-            return tuple(tokenizer(record["prompt"])["input_ids"])
-        except TypeError:  # what tokenizers say of half a surrogate pair
-            raise UserError("the prompt is not text that can be tokenised") from None
+    prompt = record.get("prompt")
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    except Exception as error:  # a template is a program of its own: any error in it is about this record
-        raise UserError(f"the chat template refused it ({error})") from None
-    return tuple(ids)
+        if raw or not tokenizer.chat_template:
+            if not isinstance(prompt, str) or not prompt:
+                raise UserError("without a chat template (or with --raw) it needs a 'prompt' that is a text")
+            return tuple(tokenizer(prompt)["input_ids"])
+        return tuple(
+            tokenizer.apply_chat_template(
+                conversation(record), tools=tools_of(record), add_generation_prompt=True, return_dict=False
+            )
+        )
+    except UserError:
+        raise
+    except Unusable as error:
+        raise UserError(str(error)) from None
+    except Exception as error:  # a template is a program of its own, and half a surrogate pair is no text
+        raise UserError(f"the tokenizer or its chat template refused it ({one_line(error)})") from None
+
+
+def conversation(record: dict[str, Any]) -> list[Turn]:
+    """Returns the turns of a record with ``messages``, ``conversations`` or ``prompt`` (a text, or turns).
+
+    Raises:
+        UserError: it has none of these fields.
+        Unusable: the turns are not of a form that training reads.
+    """
+    for name in ("messages", "conversations", "prompt"):
+        if (value := record.get(name)) is not None:
+            break
+    else:
+        raise UserError("none of the fields 'messages', 'conversations', 'prompt', 'prompt_ids'")
+    if isinstance(value, str):
+        if not value:
+            raise UserError("empty prompt: 'prompt' is not a text of one character or more")
+        value = [{"role": "user", "content": value}]
+    return with_system(record, turns_of(value))
 
 
 def read_prompts(lines: Iterable[bytes], where: str, encoder: Encoder) -> Prompts:
-    """Reads one prompt a line: a JSON object (``messages``, ``prompt`` or ``prompt_ids``), or plain text.
+    """Reads one prompt a line: a JSON object (see :class:`Encoder`), or plain text.
 
     Broken lines are skipped, counted and the first ones named; empty lines are passed over.
 
@@ -110,7 +128,7 @@ def read_prompts(lines: Iterable[bytes], where: str, encoder: Encoder) -> Prompt
     for number, line in enumerate(lines, start=1):
         try:
             if record := _parse(line):
-                result.prompts.append(encoder(record))
+                result.prompts.append(encoder(record, number))
         except UserError as error:
             result.skip(f"{where}:{number}", str(error))
     return result

@@ -94,7 +94,7 @@ class AcceptanceStats:
         }
 
 
-def replay(drafts: Tensor, tokens: Tensor, prompt_length: int) -> AcceptanceStats:
+def replay(drafts: Tensor, tokens: Tensor, prompt_length: int, *, limit: int) -> AcceptanceStats:
     """Walks a text that the target wrote greedily as decoding would, and counts its rounds.
 
     Args:
@@ -102,6 +102,7 @@ def replay(drafts: Tensor, tokens: Tensor, prompt_length: int) -> AcceptanceStat
             (any value where the module has no such row).
         tokens: int [n], prompt and answer.
         prompt_length: tokens of the prompt.
+        limit: tokens that prompt and answer were allowed to have; near it fewer drafts are proposed.
 
     Returns:
         The counts a real decode of this text gives: in a round all inputs up to the first wrong
@@ -110,6 +111,6 @@ def replay(drafts: Tensor, tokens: Tensor, prompt_length: int) -> AcceptanceStat
     num_drafts = drafts.shape[1]
     stats = AcceptanceStats(num_drafts)
     matches = alignment.matches_with_text(drafts, tokens)
-    for accepted, proposed in alignment.walk_rounds(matches, prompt_length, len(tokens), num_drafts):
+    for accepted, proposed in alignment.walk_rounds(matches, prompt_length, len(tokens), num_drafts, limit):
         stats.add_round(accepted, proposed=proposed)
     return stats

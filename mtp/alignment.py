@@ -208,7 +208,9 @@ def matches_with_text(drafts: Tensor, tokens: Tensor) -> list[int]:
     return right.long().cumprod(dim=1).sum(dim=1).tolist()
 
 
-def walk_rounds(leading_matches: list[int], prompt_length: int, length: int, num_drafts: int) -> list[tuple[int, int]]:
+def walk_rounds(
+    leading_matches: list[int], prompt_length: int, length: int, num_drafts: int, limit: int
+) -> list[tuple[int, int]]:
     """Walks a text as decoding would and returns ``(accepted, proposed)`` drafts of every round.
 
     Args:
@@ -216,11 +218,12 @@ def walk_rounds(leading_matches: list[int], prompt_length: int, length: int, num
         prompt_length: tokens of the prompt; the first answer token is the prefill's own.
         length: tokens of the whole text.
         num_drafts: drafts of a round.
+        limit: tokens the whole text was allowed to have; it may have ended before, at an end of sequence.
     """
     rounds, last_token = [], prompt_length
     while last_token < length - 1:
-        proposed = draft_limit(length - 1 - last_token, num_drafts)
-        accepted = min(proposed, leading_matches[last_token - 1])
+        proposed = draft_limit(limit - 1 - last_token, num_drafts)
+        accepted = min(proposed, draft_limit(length - 1 - last_token, num_drafts), leading_matches[last_token - 1])
         rounds.append((accepted, proposed))
         last_token += accepted + 1
     return rounds
@@ -256,8 +259,8 @@ def replayed_rows(documents: Tensor, prompt_lengths: Tensor) -> Tensor:
 def proposed_label_rows(documents: Tensor, prompt_lengths: Tensor, *, index: int) -> Tensor:
     """Returns at which target rows r = t+i the draft of module ``index`` made at row t is verified: bool [B, n].
 
-    Row t is one that a round can start from, and the draft one that :func:`draft_limit` still lets it
-    propose: the last token of a text is never a draft's. Index 0 gives the rows that rounds can start from.
+    Row t is one that a round of :func:`walk_rounds` can start from, and the draft one that it can accept there: the
+    last token of a text is never a draft's. Index 0 gives the rows that rounds can start from.
     """
     rows = replayed_rows(documents, prompt_lengths + index)
     rows[:, -2:] = False

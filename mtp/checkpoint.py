@@ -29,7 +29,7 @@ FINGERPRINT_NOISE = 0.01  # relative, of each weight: more than the rounding of 
 def target_provenance(target: Target) -> dict[str, Any]:
     """Returns what identifies a target: name, architecture, shape, a sample of its weights."""
     return {
-        "name": target.name,
+        "name": os.path.abspath(target.name) if os.path.isdir(target.name) else target.name,
         "architecture": type(target.model).__name__,
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
@@ -110,8 +110,12 @@ def load_checkpoint(folder: Path, target: Target) -> MTPStack:
     """
     provenance = read_provenance(folder)
     check_target(folder, provenance, target)
-    stack = MTPStack(Contract.load(folder / CONTRACT), target)
-    load_weights(folder, stack)
+    contract, weights = Contract.load(folder / CONTRACT), read_weights(folder)
+    count = contract.num_modules
+    if (last := f"layers.{count - 1}.eh_proj.weight") not in weights:  # seen before modules are made
+        raise UserError(f"{folder / WEIGHTS}: tensor {last!r} is missing, and {CONTRACT} has {count} module(s)")
+    stack = MTPStack(contract, target)
+    copy_weights(folder / WEIGHTS, weights, stack)
     return stack.eval().requires_grad_(False)
 
 
@@ -132,19 +136,23 @@ def check_target(folder: Path, provenance: dict[str, Any], target: Target) -> No
         )
 
 
-def load_weights(folder: Path, stack: MTPStack) -> None:
-    """Copies the checkpoint's tensors into the stack, strict both ways.
-
-    Raises:
-        UserError: the file is broken, or a tensor is missing, extra or misshapen (named).
-    """
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Returns a checkpoint's tensors; raises :class:`UserError` if the file is missing or broken."""
     path = folder / WEIGHTS
     try:
-        weights = safetensors.torch.load_file(path)
+        return safetensors.torch.load_file(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the checkpoint is incomplete") from None
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: broken file ({error})") from None
+
+
+def copy_weights(path: Path, weights: dict[str, Tensor], stack: MTPStack) -> None:
+    """Copies a checkpoint's tensors into the stack, strict both ways.
+
+    Raises:
+        UserError: a tensor is missing, extra, misshapen or not made of finite numbers (named).
+    """
     expected = stack.state_dict()
     if missing := sorted(expected.keys() - weights.keys()):
         raise UserError(f"{path}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
@@ -155,4 +163,6 @@ def load_weights(folder: Path, stack: MTPStack) -> None:
             raise UserError(
                 f"{path}: tensor {name!r} has shape {list(weights[name].shape)}, expected {list(tensor.shape)}"
             )
+        if not weights[name].is_floating_point() or not weights[name].isfinite().all():
+            raise UserError(f"{path}: tensor {name!r} does not hold finite floating-point numbers")
     stack.load_state_dict(weights)

@@ -79,7 +79,7 @@ class Contract:
 
     @staticmethod
     def _check_draft_vocab(ids: tuple[int, ...]) -> None:
-        if not ids or any(type(token) is not int or token < 0 for token in ids):
+        if not isinstance(ids, tuple) or not ids or any(type(token) is not int or token < 0 for token in ids):
             raise UserError("contract field 'draft_vocab': expected a non-empty list of token ids")
         if any(low >= high for low, high in itertools.pairwise(ids)):
             raise UserError("contract field 'draft_vocab': token ids must be ascending, each once")
@@ -136,7 +136,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; is this a checkpoint folder of the toolkit?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")

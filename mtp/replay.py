@@ -57,15 +57,16 @@ def draft_choices(
 
 
 @torch.no_grad()
-def replay_text(target: Target, stack: MTPStack, tokens: Tensor, prompt_length: int) -> AcceptanceStats:
+def replay_text(target: Target, stack: MTPStack, tokens: Tensor, prompt_length: int, *, limit: int) -> AcceptanceStats:
     """Returns the rounds a greedy decode of this text has, token for token, without decoding.
 
     Args:
         tokens: int [n], a prompt and the target's own greedy answer.
         prompt_length: tokens of the prompt.
+        limit: tokens that prompt and answer were allowed to have.
     """
     tokens, documents = tokens[None], torch.zeros_like(tokens)[None]
     hidden = target.forward(tokens, Packed(documents), target_hidden=stack.contract.target_hidden).hidden
     wanted = alignment.replayed_rows(documents, torch.tensor([prompt_length], device=tokens.device))
     drafts = draft_choices(stack, stack.unroll(hidden, tokens, Packed(documents)), tokens, wanted)
-    return acceptance.replay(drafts[0], tokens[0], prompt_length)
+    return acceptance.replay(drafts[0], tokens[0], prompt_length, limit=limit)

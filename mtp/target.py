@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from mtp.cache import Cells, CellTable, Context, Packed
-from mtp.errors import UserError, first_line
+from mtp.errors import UserError, one_line
 
 DTYPES = {
     "float32": torch.float32,
@@ -31,6 +31,20 @@ DTYPES = {
 }
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm")
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def eos_token_ids(text_config: Any, generation_config: Any) -> tuple[int, ...]:
+    """Returns every end-of-sequence id of the generation config, or of the text config where that has none.
+
+    Raises:
+        UserError: one is not a token id.
+    """
+    eos = getattr(generation_config, "eos_token_id", None)
+    eos = text_config.eos_token_id if eos is None else eos
+    ids = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
+    if wrong := [token for token in ids if type(token) is not int]:
+        raise UserError(f"eos_token_id {wrong[0]!r} is not a token id; mend the target's configs")
+    return tuple(ids)
 
 
 class TargetOutput(NamedTuple):
@@ -96,6 +110,7 @@ class Target:
         self.model: Any = model.eval().requires_grad_(False)
         self.config = self.model.config.get_text_config()
         refuse_recurrent(self.config, type(model), name)
+        refuse_rope_by_length(self.config, name)
         self.decoder = self.model.get_decoder()
         final_norms = [each for each in FINAL_NORMS if isinstance(getattr(self.decoder, each, None), nn.Module)]
         for part in ("layers", "rotary_emb", *(() if final_norms else FINAL_NORMS[:1])):
@@ -104,6 +119,8 @@ class Target:
                     f"target {name!r}: {type(self.decoder).__name__} has no {part!r}; the toolkit needs a "
                     "decoder of rotary-position layers with a final norm (Llama, Qwen, Mistral, Gemma, ...)"
                 )
+        if not len(self.decoder.layers):
+            raise UserError(f"target {name!r} has no layers; modules are made from the last one")
         self.final_norm = getattr(self.decoder, final_norms[0])
         self.layer_types, kwargs = get_layer_types_and_kwargs(self.config)
         self.windows = {kind: kw.get("sliding_window") for kind, kw in zip(self.layer_types, kwargs, strict=True)}
@@ -121,7 +138,7 @@ class Target:
         except Exception as error:  # whatever an architecture's own code makes of our calls
             raise UserError(
                 f"target {name!r} ({type(model).__name__}) is not supported: a short probe through its layers failed "
-                f"({type(error).__name__}: {first_line(error)}); please report the architecture"
+                f"({type(error).__name__}: {one_line(error)}); please report the architecture"
             ) from error
 
     @classmethod
@@ -153,13 +170,14 @@ class Target:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Returns every end-of-sequence id of the generation config, or of the config."""
-        generation = getattr(self.model, "generation_config", None)
-        eos = getattr(generation, "eos_token_id", None)
-        eos = self.config.eos_token_id if eos is None else eos
-        return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+        return eos_token_ids(self.config, getattr(self.model, "generation_config", None))
 
     def whole_ends(self) -> contextlib.AbstractContextManager[None]:
         """Returns the context in which embedding and head can be used: here always, elsewhere they may be in parts."""
+        return contextlib.nullcontext()
+
+    def whole_layer(self, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which a layer's weights can be read: here always."""
         return contextlib.nullcontext()
 
     def any_rank(self, flag: bool) -> bool:
@@ -251,15 +269,15 @@ class Target:
         return copy.deepcopy(self.final_norm).requires_grad_(True)
 
     def fingerprint(self) -> list[float]:
-        """Returns 16 weights of the embedding, of the final norm and of each tensor of the last layer.
+        """Returns two weights of every tensor of the layers, and more of embedding and head.
 
         Targets of equal shape differ in it, a model and its fine-tuned descendant too.
         """
-        sample: list[float] = []
-        for weight in (self._embedding.weight, *self.final_norm.parameters(), *self.decoder.layers[-1].parameters()):
-            places = torch.arange(16, device=weight.device) * (weight.numel() - 1) // 15
-            sample += weight.detach().flatten()[places].float().tolist()
-        return [round(value, 8) for value in sample]
+        sample = [_sample(self._embedding.weight, 32), _sample(self.head.weight, 32)]
+        for layer in self.decoder.layers:
+            with self.whole_layer(layer):
+                sample += [_sample(weight, 2) for weight in layer.parameters()]
+        return [round(value, 8) for value in torch.cat(sample).tolist()]
 
     def _make_head(self) -> Head:
         head = self.model.get_output_embeddings()
@@ -316,6 +334,43 @@ class Target:
                 )
 
 
+def _sample(weight: Tensor, count: int) -> Tensor:
+    places = torch.arange(1, count + 1, device=weight.device) * (weight.numel() - 1) // (count + 1)
+    return weight.detach().flatten()[places].float()
+
+
+def refuse_incomplete(report: dict[str, Any], name: str) -> None:
+    """Raises :class:`UserError` if weights of the target were made up because its files lack them."""
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(
+            f"target {name!r}: tensor {missing[0]!r} is missing from its files ({len(missing)} in all); random weights "
+            "would stand in for it"
+        )
+    for key, stored, expected in sorted(report["mismatched_keys"], key=lambda item: item[0]):
+        raise UserError(
+            f"target {name!r}: tensor {key!r} has shape {list(stored)} in its files, but its config.json makes it "
+            f"{list(expected)}"
+        )
+
+
+def refuse_rope_by_length(config: Any, name: str) -> None:
+    """Raises :class:`UserError` if the position embedding of a row changes as its text grows (longrope).
+
+    Cells computed while the text was short would then differ from those of the training forward.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        known = each.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", config.max_position_embeddings
+        )
+        if each.get("rope_type") == "longrope" and config.max_position_embeddings > known:
+            raise UserError(
+                f"target {name!r}: its rotary embedding (longrope) changes all rows once a text is longer than {known} "
+                f"tokens, so cells cannot be kept; to use it within {known} tokens, set max_position_embeddings to "
+                f"{known} in its config.json"
+            )
+
+
 def load_model(name: str, dtype: str) -> Any:
     """Loads a causal LM of transformers into host memory; raises :class:`UserError` as :meth:`Target.load`."""
     if dtype not in DTYPES:
@@ -327,9 +382,18 @@ def load_model(name: str, dtype: str) -> Any:
     architectures = getattr(config, "architectures", None) or [type(config).__name__]
     refuse_recurrent(config.get_text_config(), architectures[0], name)
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype], trust_remote_code=False)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=DTYPES[dtype],
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # named below
+        )
     except Exception as error:
         raise UserError(_load_message(name, error)) from None
+    model, report = loaded
+    refuse_incomplete(report, name)
+    return model
 
 
 def cache_argument(layer: nn.Module, *, default: str) -> str:
@@ -362,9 +426,10 @@ def refuse_recurrent(config: Any, architecture: Any, name: str) -> None:
 
 
 def _load_message(name: str, error: Exception) -> str:
-    why = first_line(error)
-    if not os.path.exists(name) and name.startswith(("/", ".", "~")):
-        why = "no such folder"
+    why = one_line(error)
+    if not os.path.exists(name):
+        folder = os.path.abspath(name)
+        why = f"no such folder as {folder}" + ("" if name.startswith(("/", ".", "~")) else f"; as a hub name: {why}")
     return (
         f"target {name!r} could not be loaded: {why} (expected a folder written by save_pretrained, with "
         "config.json and safetensors, or the name of a hub model; remote code is never run)"

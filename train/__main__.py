@@ -78,6 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rank != "0":
             time.sleep(2)  # the launcher kills all once one has left: let rank 0 have its say
         return 2
+    except RuntimeError as error:
+        if "closed by peer" not in str(error) and "reset by peer" not in str(error):
+            raise
+        # Another process has left, after saying why: nothing that this one could add.
+        print(f"process {os.environ['RANK']}: another process has left, so this one does", file=sys.stderr, flush=True)
+        return 2
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("stopped before the first step; run the same command to start", file=sys.stderr, flush=True)

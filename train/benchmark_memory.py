@@ -31,7 +31,7 @@ ROW_LENGTH = 256
 SOFT = StepLoss("soft")
 WAYS = ("modules", "chunked", "plain")
 # Everything but one factor fixed, each factor quadrupled in turn, then all of them.
-GRID = [(512, 2, 8192), (2048, 2, 8192), (512, 8, 8192), (512, 2, 32768), (2048, 8, 32768)]
+GRID = [(512, 2, 8192), (2048, 2, 8192), (512, 8, 8192), (512, 2, 32768), (2048, 8, 32768), (4096, 4, 49152)]
 
 
 def build(rows: int, k: int, vocab: int, chunk_rows: int, device: str) -> tuple[Objective, Rows]:

@@ -66,19 +66,60 @@ class Modules(Section):
         return self.draft_steps or self.num_modules
 
 
+class Source(Section):
+    """One source of records: a JSONL, JSON (a list) or Parquet file, either of the first two also gzipped; a folder or
+    a hub name that the ``datasets`` library loads, with its ``subset`` and ``split``.
+
+    ``shape`` names what a record is; without it each record says so by its fields (train/shapes.py).
+    """
+
+    source: str
+    shape: Literal["messages", "conversations", "prompt_completion", "text", "input_ids", "prompt_ids"] | None = None
+    subset: str | None = None
+    split: str = "train"
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"source": value} if isinstance(value, (str, int)) else value
+
+
+class WeightedSource(Source):
+    """A source and how often an epoch reads it: weight 1 reads every record once, 2 twice, 0.5 half of the records.
+
+    The half is drawn by the seed and is the same in every epoch. Weights do not depend on each other: two sources
+    of weight 1 are simply read one after the other, and packed together.
+    """
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
 class Data(Section):
-    """Text to learn from. ``supervise`` names the tokens that count as labels.
+    """Text to learn from. ``train`` is one source (a path is enough) or a list of weighted ones; ``heldout`` is one.
+
+    ``supervise`` names the tokens that count as labels. ``packing``: whole documents fill a row of ``row_length``
+    tokens, apart from each other in attention and labels, or each has a row of its own; the loss is the same.
+    ``cache`` is the folder of tokenised sources, ``<output>/tokens`` if not given.
 
     ``keep_hidden`` keeps the target's hidden states in memory over epochs; ``hidden_states`` is a folder that
     ``python -m train.hidden`` wrote, read instead of running the target.
     """
 
-    train: str
-    heldout: str | None = None
+    train: tuple[WeightedSource, ...]
+    heldout: Source | None = None
     row_length: Annotated[int, Field(ge=4)] = 512
+    packing: Literal["documents", "one_per_row"] = "documents"
+    cache: str | None = None
     supervise: Literal["assistant", "all"] = "assistant"
     keep_hidden: bool = False
     hidden_states: str | None = None
+
+    @pydantic.field_validator("train", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        if value in ([], None):
+            raise ValueError("name a file, a folder or a data set")
+        return value if isinstance(value, (list, tuple)) else [value]
 
 
 class Loss(Section):
@@ -236,7 +277,8 @@ def _explain(problem: Any, path: Path, flags: list[str]) -> str:
         return f"{where}: unknown key {dotted!r}; {_suggestion(names)}"
     if problem["type"] == "missing":
         return f"{where}: key {dotted!r} is required; add it to the file or give {dotted}=..."
-    known = [name for name in names if name.isidentifier() and name not in ("str", "dict", "int", "float")]
+    known = [name for name in names if name.isidentifier() or name.isdigit()]
+    known = [name for name in known if name not in ("str", "dict", "int", "float")]
     message = problem["msg"].removeprefix("Value error, ")
     given = problem["input"]
     shown = "" if isinstance(given, dict) else f", not {given!r}"
@@ -246,7 +288,8 @@ def _explain(problem: Any, path: Path, flags: list[str]) -> str:
 def _suggestion(names: list[str]) -> str:
     model: type[BaseModel] = Config
     for name in names[:-1]:
-        model = _section(model.model_fields[name].annotation)
+        if not name.isdigit():  # the place in a list
+            model = _section(model.model_fields[name].annotation)
     prefix = ".".join(names[:-1])
     here = {name: f"{prefix}.{name}".removeprefix(".") for name in model.model_fields}
     everywhere = {dotted.rsplit(".")[-1]: dotted for dotted in _all_keys(Config)}
@@ -257,7 +300,7 @@ def _suggestion(names: list[str]) -> str:
 
 
 def _section(annotation: Any) -> type[BaseModel]:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple):
         annotation = next(part for part in typing.get_args(annotation) if part is not type(None))
     return annotation
 

@@ -11,12 +11,14 @@ import bisect
 import hashlib
 import itertools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mtp import Contract, Target, UserError, alignment
+from train.chat import Vocabulary
 from train.config import Config
 from train.records import ReadReport, Record, read_records
 
@@ -62,8 +64,42 @@ class Rows:
         return torch.stack(counts)
 
 
-def read_rows(config: Config, target: Target) -> tuple[Rows, Contract, ReadReport]:
-    """Returns a run's packed rows, the contract of its modules, and what was read.
+def cache_folder(config: Config) -> Path:
+    """Returns where the run keeps tokenised sources."""
+    return Path(config.data.cache or Path(config.output) / "tokens")
+
+
+def read_training(
+    config: Config, target: Vocabulary, *, write_cache: bool = True
+) -> tuple[list[Record], list[ReadReport]]:
+    """Returns the records of an epoch, cut to the row length and weighted, and what was read of each source.
+
+    Raises:
+        UserError: a source cannot be read, or has nothing to learn.
+    """
+    data, epoch, reports = config.data, [], []
+    for number, source in enumerate(data.train):
+        records, report = read_records(source, target, cache=cache_folder(config), write=write_cache)
+        records = usable_records(records, data.row_length, data.supervise, report)
+        records = weighted(records, source.weight, config.seed + number)
+        report.epoch_records = len(records)
+        epoch += records
+        reports.append(report)
+    return epoch, reports
+
+
+def weighted(records: list[Record], weight: float, seed: int) -> list[Record]:
+    """Returns ``weight`` times as many records, at least one: all as often as it goes, a drawn part once more."""
+    times, rest = divmod(max(1, round(weight * len(records))), len(records))
+    drawn = torch.randperm(len(records), generator=torch.Generator().manual_seed(seed))[:rest].sort().values.tolist()
+    return records * times + [records[place] for place in drawn]
+
+
+def read_rows(config: Config, target: Target, *, write_cache: bool = True) -> tuple[Rows, Contract, list[ReadReport]]:
+    """Returns a run's packed rows, the contract of its modules, and what was read of each source.
+
+    Args:
+        write_cache: whether to keep what was tokenised; of several processes one should.
 
     Raises:
         UserError: no usable text, or a row length that does not fit the modules or the target.
@@ -76,24 +112,28 @@ def read_rows(config: Config, target: Target) -> tuple[Rows, Contract, ReadRepor
         )
     if data.row_length > target.context_length:
         raise UserError(f"data.row_length = {data.row_length} exceeds the target's {target.context_length} positions")
-    records, report = read_records(data.train, target)
-    records = usable_records(records, data.row_length, data.supervise, report)
-    draft_vocab, report.vocab_coverage = draft_vocabulary(
+    records, reports = read_training(config, target, write_cache=write_cache)
+    draft_vocab, coverage = draft_vocabulary(
         records, target, size=modules.draft_vocab_size, coverage=modules.draft_vocab_coverage
     )
-    return pack(records, data.row_length, config.seed), modules.contract(draft_vocab), report
+    for report in reports:
+        report.vocab_coverage = coverage
+    contract = modules.contract(draft_vocab)
+    if data.packing == "one_per_row":
+        return lay_out([[record] for record in records], data.row_length), contract, reports
+    return pack(records, data.row_length, config.seed), contract, reports
 
 
 def usable_records(records: list[Record], row_length: int, supervise: str, report: ReadReport) -> list[Record]:
     """Cuts records to the row length (counted) and drops those left without a token to learn (counted)."""
     usable = []
     for record in records:
-        learn = record.learn if supervise == "assistant" else [True] * len(record.learn)
+        learn = record.learn if supervise == "assistant" else memoryview(b"\1" * len(record.learn)).cast("?")
         report.cut += len(record.token_ids) > row_length
         if any(learn[:row_length]):
-            usable.append(Record(record.token_ids[:row_length], learn[:row_length], record.prompt_length))
+            usable.append(replace(record, token_ids=record.token_ids[:row_length], learn=learn[:row_length]))
         else:
-            report.skipped["no token to learn within the row length"] += 1
+            report.skip(record.origin, "no token to learn within the row length")
     report.records = len(usable)
     if not usable:
         raise UserError(
@@ -185,7 +225,7 @@ class Order:
         lanes = torch.full((self.steps_per_epoch, self.rows_per_step), FILL)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         for lane in range(self.rows_per_step):
-            rows = torch.arange(lane, self.num_rows, self.rows_per_step)
+            rows = torch.arange(self.num_rows)[lane :: self.rows_per_step]
             lanes[: len(rows), lane] = rows[torch.randperm(len(rows), generator=generator)]
         return lanes
 

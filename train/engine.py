@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtp import UserError
-from mtp.errors import first_line
+from mtp.errors import one_line
 from train.config import Config, accumulation, read_deepspeed
 from train.objective import Objective, StepLoss
 
@@ -211,7 +211,7 @@ class Engine:
             random = torch.load(self._random_file(folder), weights_only=True)
         except Exception as error:  # whatever another version's files make of deepspeed
             raise UserError(
-                f"{folder}: this deepspeed cannot read the state ({first_line(error)[:200]}); resume with the version "
+                f"{folder}: this deepspeed cannot read the state ({one_line(error)[:200]}); resume with the version "
                 "that wrote it, or choose another output"
             ) from error
         if loaded is None:

@@ -3,7 +3,7 @@
 *Expected acceptance length* is ``1 + sum_j prod_{i<=j} sum_x min(p(x), q_i(x))``, the mean over every row t from
 which a round can start: the prompt's last row to the text's third last one. p is the target's distribution at row
 t+i, q_i that of module i in cell (t, i), both at temperature 1 without top-k or top-p, q_i 0 outside the draft
-vocabulary; j runs over the drafts that a decode would propose at t (fewer near the end of the text). It is read off
+vocabulary; j runs over the drafts that replay can accept at t (fewer near the end of the text). It is read off
 the training forward, so module i sees the text's own tokens where a decode would have sampled drafts: it is an
 estimate of what sampled drafts give on text like this, exact only for the first draft, and not a replay.
 
@@ -112,10 +112,14 @@ class Replay:
         Raises:
             UserError: none of them has.
         """
-        usable = [r for r in records if r.prompt_length and r.prompt_length + 1 < len(r.token_ids)]
-        usable = [record for record in usable if len(record.token_ids) <= target.context_length]
-        report.skipped["without a prompt and an answer of two tokens to replay"] += len(records) - len(usable)
-        report.skipped += type(report.skipped)()  # drops zero counts
+        usable = []
+        for record in records:
+            if not record.prompt_length or record.prompt_length + 1 >= len(record.token_ids):
+                report.skip(record.origin, "without a prompt and an answer of two tokens to replay")
+            elif len(record.token_ids) > target.context_length:
+                report.skip(record.origin, "longer than the target's positions")
+            else:
+                usable.append(record)
         report.records = len(usable)
         if not usable:
             raise UserError(f"{report.path}: no held-out record has a prompt and an answer of at least two tokens")
@@ -157,8 +161,8 @@ class Replay:
         wanted = alignment.replayed_rows(rows.documents, prompts)
         drafts = draft_choices(stack, outputs, rows.tokens, wanted, chunk_rows=self.chunk_rows).cpu()
         for place, record in enumerate(batch):
-            tokens = torch.tensor(record.token_ids)
-            stats.merge(acceptance.replay(drafts[place, : len(tokens)], tokens, record.prompt_length or 0))
+            tokens, prompt = torch.tensor(record.token_ids), record.prompt_length or 0
+            stats.merge(acceptance.replay(drafts[place, : len(tokens)], tokens, prompt, limit=len(tokens)))
         starts, *proposed = (
             alignment.proposed_label_rows(rows.documents, prompts, index=index) for index in range(depths + 1)
         )

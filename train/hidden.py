@@ -47,8 +47,8 @@ def _write(name: str, overrides: list[str], shard_rows: int) -> None:
         raise UserError("data.hidden_states is not set; give the folder to write: data.hidden_states=FOLDER")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     target = Target.load(config.target, dtype=config.dtype, device=device)
-    rows, contract, report = read_rows(config, target)
-    print(report.text())
+    rows, contract, reports = read_rows(config, target)
+    print("\n".join(report.text() for report in reports))
     folder, started = Path(config.data.hidden_states), time.monotonic()
     with tqdm(total=len(rows), unit="row", desc="hidden states", disable=None) as bar:
         for done in write_shards(

@@ -117,11 +117,13 @@ class PartitionedTarget(Target):
         self._hooks = {layer: units.hook(layer) for layer, units in self._layers.items()}
         with self.whole_ends():
             super().__init__(model, name)
-            with self._layers[self.decoder.layers[-1]].whole():
-                self._fingerprint = super().fingerprint()
+            self._fingerprint = super().fingerprint()
 
     def whole_ends(self) -> contextlib.AbstractContextManager[None]:
         return self._ends.whole()
+
+    def whole_layer(self, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return self._layers[layer].whole()
 
     def any_rank(self, flag: bool) -> bool:
         flags = torch.tensor([float(flag)], device=self.device)

@@ -17,7 +17,7 @@ from typing import Any
 
 from mtp import Contract, Target, UserError
 from mtp.checkpoint import PROVENANCE, read_provenance, save_checkpoint
-from mtp.errors import first_line
+from mtp.errors import one_line
 from mtp.files import sync, write_atomic
 from train.config import Config
 from train.engine import Engine, Ranks
@@ -33,7 +33,7 @@ FREE: Any = {
     "keep_checkpoints": True,
     "wandb": True,
     "output": True,
-    "data": {"keep_hidden", "hidden_states"},
+    "data": {"keep_hidden", "hidden_states", "cache"},
     "steps": {"epochs", "max_steps", "max_minutes", "micro_rows"},
 }
 LIMITS = ("epochs", "max_steps", "max_minutes")
@@ -200,7 +200,7 @@ class RunFolder:
         except (OSError, RuntimeError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
-                f"{folder}: the state could not be written ({first_line(error)}); earlier checkpoints are intact, make "
+                f"{folder}: the state could not be written ({one_line(error)}); earlier checkpoints are intact, make "
                 "room on the disk and run the same command to go on from the last one"
             ) from error
         ranks.barrier()
@@ -224,6 +224,7 @@ def _read_facts(folder: Path) -> dict[str, Any] | None:
             "evaluated": int(facts["evaluated"]),
             "best": float(facts["best"]),
             "rows_sha256": str(facts["rows_sha256"]),
+            "target_fingerprint": list(facts["target_fingerprint"]),
             "wandb_id": facts["wandb_id"],
             "files": dict(facts["files"]),
         }

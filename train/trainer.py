@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtp import UserError
 from train.config import Config
-from train.data import FILL, Order, micro_batches, read_rows
+from train.data import FILL, Order, cache_folder, micro_batches, read_rows
 from train.engine import Engine, Ranks
 from train.evaluate import Evaluation, Replay
 from train.initialise import new_stack
@@ -84,12 +84,15 @@ class Trainer:
 
     def _read_data(self) -> None:
         data, modules = self.config.data, self.config.modules
-        self.rows, self.contract, report = read_rows(self.config, self.target)
+        main = self.ranks.rank == 0
+        if not main:
+            self.ranks.barrier()  # rank 0 tokenises and writes the cache, the others read it
+        self.reports: list[ReadReport]
+        self.rows, self.contract, self.reports = read_rows(self.config, self.target, write_cache=main)
         self.rows_sha256 = self.rows.sha256()
-        self.reports: list[ReadReport] = [report]
         self.supervised = self.rows.supervised(modules.depths).tolist()
         if not self.supervised[0]:
-            raise UserError(f"{data.train}: no record is long enough to train module 1; records need 3 tokens or more")
+            raise UserError("data.train: no record is long enough to train module 1; records need 3 tokens or more")
         self.order = Order(len(self.rows), self.config.steps.rows_per_step, self.config.seed)
         point, chunk = self.contract.target_hidden, self.config.loss.chunk_rows
         self.soft = self.config.loss.kind != "cross_entropy"
@@ -100,11 +103,13 @@ class Trainer:
             self.teacher = Shards(Path(data.hidden_states), self.rows, self.target, target_hidden=point)
         self.replay: Replay | None = None
         if data.heldout:
-            heldout, report = read_records(data.heldout, self.target)
+            heldout, report = read_records(data.heldout, self.target, cache=cache_folder(self.config), write=main)
             self.replay = Replay(
                 heldout, report, self.target, target_hidden=point, chunk_rows=chunk, keep=data.keep_hidden
             )
             self.reports.append(report)
+        if main:
+            self.ranks.barrier()
 
     @property
     def total_steps(self) -> int | None:
@@ -118,6 +123,11 @@ class Trainer:
             raise UserError(
                 f"{self.config.data.train}: its content is not what step {facts['step']} in {folder} was trained on; "
                 "give the file as it was, or choose another output"
+            )
+        if facts["target_fingerprint"] != self.target.fingerprint():
+            raise UserError(
+                f"target {self.config.target!r}: its weights are not those that step {facts['step']} in {folder} was "
+                "trained on; give the target as it was, or choose another output"
             )
         self.engine.load_state(folder)
         self.step, self.elapsed, self.trained_tokens = facts["step"], facts["elapsed"], facts["tokens"]
@@ -293,6 +303,7 @@ class Trainer:
             "evaluated": self.evaluated,
             "best": self.best,
             "rows_sha256": self.rows_sha256,
+            "target_fingerprint": self.target.fingerprint(),
             "wandb_id": self.wandb_id,
         }
         self.folder.save(name, self.engine, self.contract, self.target, facts, self._provenance())

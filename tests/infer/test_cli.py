@@ -2,7 +2,11 @@
 
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -14,6 +18,8 @@ import train
 from infer.cli import main
 from tests.builders import make_target
 from tests.infer.conftest import save_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(capsys, *arguments):
@@ -117,21 +123,22 @@ def test_compare_gives_one_table(capsys, checkpoint_folder, tmp_path):
 
 
 def test_distill_resumes_and_drops_a_half_written_line(capsys, target_folder, tmp_path):
-    prompts, output = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
-    prompts.write_text("".join(f"prompt {n}\n" for n in range(7)))
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"id": n, "prompt": f"prompt {n}"}) + "\n" for n in range(7)))
     options = ["distill", "--target", target_folder, "--prompts", prompts, "--output", output, "--max-new-tokens", 9]
     assert run(capsys, *options, "--batch-size", 3)[0] == 0
-    whole = {record["id"]: record for record in map(json.loads, output.read_text().splitlines())}
+    whole = {record["distill_id"]: record for record in map(json.loads, output.read_text().splitlines())}
     assert len(whole) == 7
     lines = output.read_bytes().splitlines(keepends=True)
     output.write_bytes(b"".join(lines[:4]) + lines[4][:20])  # killed while writing line 5
     status, _, err = run(capsys, *options)
     assert status == 0
     assert "4 answers are there already" in err
-    again = {record["id"]: record for record in map(json.loads, output.read_text().splitlines())}
+    again = {record["distill_id"]: record for record in map(json.loads, output.read_text().splitlines())}
     assert again == whole
     for record in whole.values():
         assert record["messages"][-1]["role"] == "assistant"
+        assert record["id"] in range(7)
         assert 1 <= len(record["response_ids"]) <= 9
 
 
@@ -144,6 +151,32 @@ def test_distill_keeps_odd_characters_and_resumes_after_them(capsys, target_fold
     status, _, err = run(capsys, *options)
     assert status == 0
     assert "1 answers are there already" in err
+
+
+def test_prompts_are_read_as_training_reads_them(capsys, target_folder, tmp_path):
+    """One record in several shapes: the same tokens; what distill writes trains on exactly those."""
+    plain = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]}
+    shapes = [
+        plain,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+        {"conversations": [{"from": "human", "value": "ab"}]},
+        {"prompt": "ab"},
+        {"prompt": [{"role": "user", "content": "ab"}]},
+    ]
+    lines = [shapes[0], *({**shape, "system": "s"} for shape in shapes[1:])]
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status, out, _ = run(
+        capsys, "generate", "--target", target_folder, "--prompts", prompts, "--max-new-tokens", 5, "--json"
+    )
+    assert status == 0
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [answer["line"] for answer in answers] == [1, 2, 3, 4, 5]
+    assert len({str(answer["token_ids"]) for answer in answers}) == 1
+    assert run(capsys, "distill", "--target", target_folder, "--prompts", prompts, "--output", output)[0] == 0
+    (record,) = map(json.loads, output.read_text().splitlines())  # equal prompts are answered once
+    assert record["messages"][:2] == plain["messages"]
+    assert "system" not in record
 
 
 def test_distill_refuses_an_output_made_with_other_settings(capsys, target_folder, tmp_path):
@@ -179,7 +212,7 @@ def test_broken_prompt_lines_are_skipped_counted_and_named(capsys, target_folder
         (["--target", "TARGET", "--prompt", ""], "empty prompt"),
         (["--target", "TARGET", "--prompt", "x" * 200], "context of 128"),
         (["--target", "TARGET", "--prompts", "/no/such/file"], "cannot be read"),
-        (["--target", "TARGET", "--prompt", "x", "--drafts", "2"], "0 trained modules"),
+        (["--target", "TARGET", "--prompt", "x", "--drafts", "2"], "without --checkpoint"),
         (["--checkpoint", "CHECKPOINT", "--prompt", "x", "--drafts", "4"], "3 trained modules"),
         (["--checkpoint", "/no/such/run", "--prompt", "x"], "no such checkpoint"),
         (["--target", "TARGET", "--prompt", "x", "--device", "cuda:99"], "device 'cuda:99'"),
@@ -224,6 +257,16 @@ def damaged(folder, fault):
         weights.write_bytes(weights.read_bytes()[:-50])
     elif fault == "broken JSON":
         (folder / "config.json").write_text('{"a"')
+    elif fault in ("a missing tensor", "a missing head"):
+        weights = safetensors.torch.load_file(folder / "model.safetensors")
+        del weights["lm_head.weight" if "head" in fault else "model.layers.1.mlp.down_proj.weight"]
+        safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    elif fault == "a layer too many":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    elif fault == "a strange end token":
+        config = json.loads((folder / "generation_config.json").read_text())
+        (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [[2]]}))
     elif fault == "no weights":
         (folder / "model.safetensors").unlink()
     elif fault == "another width":
@@ -240,12 +283,23 @@ def damaged(folder, fault):
 
 
 @pytest.mark.parametrize(
-    "fault",
-    ["a truncated file", "broken JSON", "no weights", "another width", "remote code", "a broken template"],
+    ("fault", "said"),
+    [
+        ("a truncated file", "could not be loaded"),
+        ("broken JSON", "config.json"),
+        ("no weights", "model.safetensors"),
+        ("another width", "its config.json makes it"),
+        ("remote code", "custom code"),
+        ("a broken template", "template"),
+        ("a missing tensor", "'model.layers.1.mlp.down_proj.weight' is missing"),
+        ("a missing head", "'lm_head.weight' is missing"),
+        ("a layer too many", "'model.layers.3"),
+        ("a strange end token", "eos_token_id"),
+    ],
 )
-def test_a_damaged_target_is_one_line(capsys, target_folder, tmp_path, fault):
+def test_a_damaged_target_is_one_line(capsys, target_folder, tmp_path, fault, said):
     folder = damaged(shutil.copytree(target_folder, tmp_path / "target"), fault)
-    refused(capsys, "generate", "--target", folder, "--prompt", "x")
+    assert said in refused(capsys, "generate", "--target", folder, "--prompt", "x")
     assert not (folder / "ran").exists()
 
 
@@ -267,6 +321,7 @@ def test_broken_checkpoints_are_refused_with_the_tensor_named(capsys, checkpoint
         "missing": {key: value for key, value in weights.items() if key != name},
         "not part": weights | {"layers.9.extra": torch.zeros(1)},
         "has shape": weights | {name: weights[name][:, :5].contiguous()},
+        "finite": weights | {name: weights[name] * float("nan")},
     }
     for message, tensors in faults.items():
         folder = tmp_path / message.replace(" ", "-")
@@ -290,6 +345,43 @@ def test_a_prompt_of_one_token(capsys, checkpoint_folder):
     )
     assert status == 0
     assert json.loads(out)["finish_reason"] in ("stop", "length")
+
+
+def test_a_contract_that_is_no_contract_is_named(capsys, checkpoint_folder, tmp_path):
+    folder = shutil.copytree(checkpoint_folder, tmp_path / "run")
+    contract = json.loads((folder / "contract.json").read_text())
+    for content in (
+        json.dumps(contract | {"draft_vocab": 5}),
+        json.dumps(contract | {"num_modules": 10**6, "draft_steps": 10**6}),
+        "[" * 100000,
+    ):
+        (folder / "contract.json").write_text(content)
+        assert str(folder) in refused(capsys, "generate", "--checkpoint", folder, "--prompt", "x")
+
+
+def test_a_check_that_drafted_nothing_does_not_pass(capsys, checkpoint_folder):
+    err = refused(capsys, "check", "--checkpoint", checkpoint_folder, "--prompt", "abc", "--max-new-tokens", 1)
+    assert "--max-new-tokens" in err
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [("| head -c 5", 1, ""), ("> /dev/full", 2, "error: standard output: No space left on device")],
+)
+def test_a_standard_output_that_ends_is_no_traceback(target_folder, end, status, said):
+    prompts = "".join(f"--prompt 'prompt {n}' " for n in range(40))
+    command = f"{sys.executable} -m infer generate --target {target_folder} --json --max-new-tokens 90 {prompts}"
+    shell = f"set -o pipefail; {command} {end} >&3" if "|" in end else f"{command} {end}"
+    done = subprocess.run(["bash", "-c", f"exec 3>/dev/null; {shell}"], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+    assert said in done.stderr
+
+
+def test_answers_are_printed_in_any_encoding(target_folder):
+    command = [sys.executable, "-m", "infer", "generate", "--target", str(target_folder), "--prompt", "x"]
+    done = subprocess.run(command, capture_output=True, cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_imported_packages_are_ours():

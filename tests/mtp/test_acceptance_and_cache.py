@@ -40,7 +40,7 @@ def test_replay_of_a_text_by_hand():
     drafts[1] = torch.tensor([4, 5])  # prompt of 2: L = 2, both right -> L = 5
     drafts[4] = torch.tensor([9, 8])  # L = 5, first wrong -> L = 6
     drafts[5] = torch.tensor([8, 9])  # L = 6, one token left: no draft is worth verifying
-    stats = replay(drafts, tokens, prompt_length=2)
+    stats = replay(drafts, tokens, prompt_length=2, limit=8)
     assert dict(stats.rounds_by_accepted) == {2: 1, 0: 2}
     assert stats.proposed == 2 + 1 + 0
 

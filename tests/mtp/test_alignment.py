@@ -81,10 +81,12 @@ def test_redo_windows_of_the_table():
 
 
 def test_walk_of_rounds():
-    assert alignment.walk_rounds([0] * 8, 3, 8, 3) == [(0, 3), (0, 2), (0, 1), (0, 0)]
-    assert alignment.walk_rounds([3] * 8, 3, 8, 3) == [(3, 3)]
-    assert alignment.walk_rounds([3] * 9, 3, 9, 3) == [(3, 3), (0, 0)]
-    assert alignment.walk_rounds([], 3, 4, 3) == []
+    assert alignment.walk_rounds([0] * 8, 3, 8, 3, limit=8) == [(0, 3), (0, 2), (0, 1), (0, 0)]
+    assert alignment.walk_rounds([3] * 8, 3, 8, 3, limit=8) == [(3, 3)]
+    assert alignment.walk_rounds([3] * 9, 3, 9, 3, limit=9) == [(3, 3), (0, 0)]
+    assert alignment.walk_rounds([], 3, 4, 3, limit=4) == []
+    # Ended before its limit: as many drafts are proposed as ever, and none beyond the end is accepted.
+    assert alignment.walk_rounds([3] * 9, 3, 9, 3, limit=99) == [(3, 3), (0, 3)]
     drafts = torch.tensor([[12, 13, 99], [13, 99, 15], [99, 15, 16], [15, 16, 0], [16, 0, 0], [0, 0, 0], [0, 0, 0]])
     assert alignment.matches_with_text(drafts, TOKENS[0]) == [2, 1, 0, 2, 1, 0, 0]
 

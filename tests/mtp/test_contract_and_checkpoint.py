@@ -102,11 +102,13 @@ def test_another_target_is_refused_whether_its_shape_differs_or_not(tmp_path):
     for other, reason in ((make_target(seed=1), "other weights"), (make_target("qwen2"), "architecture")):
         with pytest.raises(UserError, match=reason):
             load_checkpoint(tmp_path / "final", other)
-    tuned = make_target()
-    with torch.no_grad():
-        tuned.decoder.layers[-1].mlp.down_proj.weight.mul_(1.02)
-    with pytest.raises(UserError, match="other weights"):  # same embedding: a fine-tuned descendant
-        load_checkpoint(tmp_path / "final", tuned)
+    for changed in ("decoder.layers.0.mlp.down_proj", "decoder.layers.2.self_attn.q_proj", "head"):
+        tuned = make_target()
+        weight = tuned.head.weight if changed == "head" else tuned.model.get_submodule("model" + changed[7:]).weight
+        with torch.no_grad():
+            weight.mul_(1.02)
+        with pytest.raises(UserError, match="other weights"):  # same embedding: a fine-tuned descendant
+            load_checkpoint(tmp_path / "final", tuned)
     half = make_target(dtype=torch.bfloat16)
     assert load_checkpoint(tmp_path / "final", half).layers[0].eh_proj.weight.dtype == torch.bfloat16
 

@@ -66,6 +66,20 @@ def test_cells_and_text_are_exact(name):
     [
         ("Llama4TextConfig", {"num_local_experts": 2}, "chunked_attention: their keys"),
         ("GPT2Config", {}, "no 'layers'"),
+        (
+            "Phi3Config",
+            {
+                "original_max_position_embeddings": 16,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "original_max_position_embeddings": 16,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [4.0] * 4,
+                },
+            },
+            "longrope.*within 16 tokens",
+        ),
         ("OPTConfig", {}, "no 'rotary_emb'"),
         ("MambaConfig", {}, "running summary"),
         ("Qwen3NextConfig", {"num_experts": 4, **EXPERTS}, "running summary"),

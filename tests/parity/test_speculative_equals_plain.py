@@ -89,8 +89,24 @@ def test_replay_counts_the_rounds_of_a_real_decode(recurrence):
     with KeepFloat64():
         for key, done in decode(target, stack, requests).items():
             prompt = requests[key].prompt_ids
-            replayed = replay_text(target, stack, torch.tensor([*prompt, *done.token_ids]), len(prompt))
+            text = torch.tensor([*prompt, *done.token_ids])
+            replayed = replay_text(target, stack, text, len(prompt), limit=len(text))
             assert replayed.rounds_by_accepted == done.stats.rounds_by_accepted
             assert replayed.proposed == done.stats.proposed
             accepted += done.stats.accepted
     assert accepted > 0
+
+
+@pytest.mark.parametrize("place", range(1, 9))
+def test_replay_counts_what_was_proposed_before_an_end_of_sequence(place):
+    """A produced token is declared to end sequences; the last round proposes as many drafts as any."""
+    target = make_target("llama", dtype=torch.float64)
+    stack = make_stack(target, 3)
+    (request,) = requests_of((5,), target, 40)
+    with KeepFloat64():
+        end = decode(target, None, [request])[0].token_ids[place]
+        (done,) = Engine(target, stack, eos_token_ids=(end,)).generate([request])
+        text = torch.tensor([*request.prompt_ids, *done.token_ids])
+        replayed = replay_text(target, stack, text, 5, limit=45)
+    assert done.finish_reason == "stop"
+    assert replayed.summary() == done.stats.summary()

@@ -35,6 +35,11 @@ def test_flags_win_over_the_file_and_the_file_over_defaults():
         ("init={block: random, checkpoint: x}", ["init", "exclude each other"]),
         ("modules={draft_vocab_size: 5, draft_vocab_coverage: 0.9}", ["modules", "not both"]),
         ("modules.draft_vocab_coverage=99.5", ["modules.draft_vocab_coverage", "less than or equal to 1"]),
+        ("data.train=[{source: a, wieght: 2}]", ["'data.train.0.weight'"]),
+        ("data.train=[a, {source: a, weight: 0}]", ["data.train.1.weight", "greater than 0"]),
+        ("data.train=[]", ["data.train", "name a file"]),
+        ("data.train=[{weight: 2}]", ["'data.train.0.source' is required"]),
+        ("data.heldout={shpe: text}", ["'data.heldout.shape'"]),
         ("seed.x=5", ["'seed' is a single value"]),
         ("novalue", ["expected dotted.key=value"]),
         ("seed=[1", ["not YAML"]),
@@ -79,3 +84,11 @@ def test_batch_must_divide_over_ranks_and_shipped_stages_are_read():
         settings = engine_settings(load(f"deepspeed=deepspeed/zero{stage}.json"), 2)
         assert settings["zero_optimization"]["stage"] == stage
         assert settings["gradient_accumulation_steps"] == 1
+
+
+def test_a_source_is_a_path_or_settings_or_a_list_of_both():
+    paths = [[source.source for source in load(flag).data.train] for flag in ("seed=1", "data.train=[x, {source: y}]")]
+    assert paths == [["d"], ["x", "y"]]
+    config = load("data.heldout={source: name, split: test}")
+    assert (config.data.heldout.split, config.data.train[0].weight) == ("test", 1)
+    assert load("data.heldout=h.jsonl").data.heldout.source == "h.jsonl"

@@ -5,16 +5,12 @@ import torch
 
 from mtp import UserError, alignment
 from tests.builders import make_target
-from tests.infer.conftest import save_tokenizer
-from train.data import FILL, Order, draft_vocabulary, micro_batches, pack, usable_records
+from tests.train.texts import write
+from train.config import load_config
+from train.data import FILL, Order, draft_vocabulary, micro_batches, pack, read_training, usable_records, weighted
 from train.records import Record, read_records
 
 GOOD = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9]}
-
-
-def write(path, *lines):
-    path.write_bytes(b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines))
-    return str(path)
 
 
 def test_broken_lines_are_skipped_counted_and_named(tmp_path):
@@ -34,12 +30,12 @@ def test_broken_lines_are_skipped_counted_and_named(tmp_path):
         GOOD,
     )
     records, report = read_records(path, target)
-    assert [record.token_ids for record in records] == [[5, 6, 7, 8, 9]] * 2
-    assert records[0].learn == [False, False, True, True, True]
+    assert [list(record.token_ids) for record in records] == [[5, 6, 7, 8, 9]] * 2
+    assert list(records[0].learn) == [False, False, True, True, True]
     assert report.skipped.total() == 8
-    assert report.first_skipped[0] == f"{path}:2: not JSON"
-    assert len(report.first_skipped) == 3
-    assert "8 lines skipped" in report.text()
+    assert report.named()[0] == f"{path}:2: not JSON"
+    assert {reason for _, reason in report.first_skipped} == set(report.skipped)  # one of each
+    assert "8 records skipped" in report.text()
 
 
 def test_no_usable_line_or_no_file_is_an_error(tmp_path):
@@ -53,52 +49,6 @@ def test_no_usable_line_or_no_file_is_an_error(tmp_path):
     target.name = str(tmp_path / "nowhere")
     with pytest.raises(UserError, match="no usable tokenizer"):
         read_records(write(tmp_path / "t.jsonl", {"text": "hello"}), target)
-
-
-def chat_target(tmp_path, template=None):
-    save_tokenizer(tmp_path, **({"template": template} if template else {}))
-    target = make_target(vocab_size=120, eos_token_id=3)
-    target.name = str(tmp_path)
-    return target
-
-
-def test_every_assistant_turn_is_supervised(tmp_path):
-    turns = [("system", "s"), ("user", "ab"), ("assistant", "cd"), ("user", "e"), ("assistant", "f"), ("user", "g")]
-    messages = [{"role": role, "content": text} for role, text in turns]
-    folded = {"system": "s", "messages": messages[1:]}
-    target = chat_target(tmp_path)
-    for line in ({"messages": messages}, folded):
-        (record,), _ = read_records(write(tmp_path / "m.jsonl", line), target)
-        letters = [chr(token - 4 + 32) if token > 3 else f"<{token}>" for token in record.token_ids]
-        supervised = "".join(letter for letter, learn in zip(letters, record.learn, strict=True) if learn)
-        assert supervised == "cd<3>f<3>"
-    _, report = read_records(
-        write(
-            tmp_path / "m.jsonl",
-            folded,
-            {"messages": [{"role": "assistant", "content": None}]},
-            {"messages": [{"role": "user", "content": "x"}]},
-            {"messages": []},
-        ),
-        target,
-    )
-    assert report.skipped.total() == 3
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
-    template = "{% for m in messages %}{{ messages|length }}{{ m['content'] }}{% endfor %}"
-    target = chat_target(tmp_path, template)
-    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    with pytest.raises(UserError, match="chat template"):
-        read_records(write(tmp_path / "m.jsonl", line), target)
-
-
-def test_text_that_cannot_be_tokenised_is_skipped(tmp_path):
-    records, report = read_records(
-        write(tmp_path / "t.jsonl", {"text": "\ud800"}, {"text": "abc"}), chat_target(tmp_path)
-    )
-    assert len(records) == 1
-    assert report.first_skipped == [f"{tmp_path / 't.jsonl'}:1: text that cannot be tokenised"]
 
 
 def records_of(*lengths):
@@ -124,12 +74,33 @@ def test_long_records_are_cut_and_counted_and_useless_ones_dropped(tmp_path):
         write(tmp_path / "d.jsonl", GOOD, {"prompt_ids": [1] * 9, "response_ids": [2]}), make_target()
     )
     usable = usable_records(records, 4, "assistant", report)
-    assert [record.token_ids for record in usable] == [[5, 6, 7, 8]]
+    assert [list(record.token_ids) for record in usable] == [[5, 6, 7, 8]]
     assert report.cut == 2
-    assert report.skipped.total() == 1
+    assert report.named() == [f"{report.path}:2: no token to learn within the row length"]
     assert len(usable_records(records, 4, "all", report)) == 2
     with pytest.raises(UserError, match="row_length"):
         usable_records(records, 2, "assistant", report)
+
+
+def test_weights_repeat_whole_sources_and_draw_the_rest(tmp_path):
+    records = records_of(*range(3, 13))
+    assert weighted(records, 1, seed=0) == records
+    assert weighted(records, 2, seed=0) == records * 2
+    part = weighted(records, 1.5, seed=0)
+    assert part[:10] == records and len(part) == 15 and len({id(r) for r in part[10:]}) == 5
+    assert weighted(records, 1.5, seed=0) == part != weighted(records, 1.5, seed=1)
+    assert len(weighted(records, 0.01, seed=0)) == 1
+
+    write(tmp_path / "a.jsonl", *[GOOD] * 4)
+    write(tmp_path / "b.jsonl", {"prompt_ids": [1], "response_ids": [2, 3]}, {})
+    sources = f"[{tmp_path / 'a.jsonl'}, {{source: {tmp_path / 'b.jsonl'}, weight: 3}}]"
+    config = load_config("tiny.yaml", ["target=t", f"output={tmp_path}", f"data.train={sources}"])
+    target = make_target()
+    target.name = str(tmp_path)  # no tokenizer there, and none is needed
+    epoch, reports = read_training(config, target)
+    assert [list(record.token_ids) for record in epoch] == [[5, 6, 7, 8, 9]] * 4 + [[1, 2, 3]] * 3
+    assert [report.skipped.total() for report in reports] == [0, 1]
+    assert "1 records, 0 of them cut to the row length, 3 in an epoch" in reports[1].text()
 
 
 def test_every_row_once_per_epoch_for_any_number_of_ranks():
@@ -144,6 +115,12 @@ def test_every_row_once_per_epoch_for_any_number_of_ranks():
         shares = [micro_batches(step, 2, rank=rank, world_size=world) for rank in range(world)]
         assert len({len(share) for share in shares}) == 1
         assert sorted(row for share in shares for micro in share for row in micro) == sorted(step)
+
+
+def test_more_rows_a_step_than_there_are():
+    order = Order(3, 8, seed=0)
+    assert order.steps_per_epoch == 1
+    assert sorted(order.step(5)) == [FILL] * 5 + [0, 1, 2]
 
 
 def test_draft_vocabulary_is_the_most_frequent_ids_and_every_eos():

@@ -1,5 +1,6 @@
 """The chunked loss against full logits in float64, and its invariances: packing, accumulation, short texts."""
 
+import json
 import math
 from contextlib import nullcontext
 
@@ -9,8 +10,8 @@ import torch
 from mtp.cache import Packed
 from mtp.precision import KeepFloat64
 from tests.builders import VOCAB, make_stack, make_target
-from train.config import Loss
-from train.data import lay_out
+from train.config import Loss, load_config
+from train.data import lay_out, read_rows
 from train.objective import CELLS, DIVERGENCE, LOSS, ChunkedLoss, Objective, StepLoss, Work, objective_inputs
 from train.records import Record
 from train.teacher import TeacherMemory, teach
@@ -224,6 +225,26 @@ def test_packed_equals_unpacked(step_loss):
     alone = [lay_out([[record]], len(record.token_ids) + 5) for record in records]
     together, apart = (loss_and_gradients(objective, batches, step_loss) for batches in ([packed], alone))
     assert together[0] == pytest.approx(apart[0], rel=1e-10)
+    assert_same(together[2], apart[2])
+
+
+@pytest.mark.parametrize("draft_vocab", [None, DRAFT_VOCAB])
+def test_one_document_a_row_equals_packing(draft_vocab, tmp_path):
+    """Distinct documents share rows; neither labels nor attention cross: Megatron-LM#7278, PaddleFleet#1808."""
+    objective = make_objective(draft_vocab=draft_vocab)
+    objective.stack.target.name = str(tmp_path)  # no tokenizer there, and none is needed
+    lines = [{"prompt_ids": [3 * n, 1], "response_ids": list(range(n, 2 * n))} for n in (2, 9, 5, 1, 7)]
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = []
+    for packing in ("documents", "one_per_row"):
+        settings = [f"data.train={path}", f"output={tmp_path}", "data.row_length=16", f"data.packing={packing}"]
+        rows, _, _ = read_rows(load_config("tiny.yaml", settings), objective.stack.target)
+        found.append((loss_and_gradients(objective, [rows]), len(rows)))
+    (together, few), (apart, many) = found
+    assert few < many == len(lines)
+    assert together[0] == pytest.approx(apart[0], rel=1e-10)
+    torch.testing.assert_close(together[1], apart[1])
     assert_same(together[2], apart[2])
 
 

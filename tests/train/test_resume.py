@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mtp import UserError
 from mtp.checkpoint import read_provenance
@@ -192,6 +192,20 @@ def test_text_that_changed_since_the_state_is_refused(whole):
         whole.data.write_bytes(before)
     assert done.returncode == 2
     assert "train.jsonl: its content is not what step 10" in done.stderr
+
+
+def test_a_target_that_changed_since_the_state_is_refused(whole):
+    cut_back(whole, "other-target", 10)
+    path = whole.folder / "target" / "model.safetensors"
+    before = path.read_bytes()
+    try:
+        weights = load_file(path)
+        save_file({name: 1.5 * weight for name, weight in weights.items()}, path, {"format": "pt"})
+        done = whole("other-target", **settings(whole))
+    finally:
+        path.write_bytes(before)
+    assert done.returncode == 2
+    assert "its weights are not those that step 10" in done.stderr
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(whole):

@@ -96,6 +96,27 @@ def test_two_ranks_give_the_curve_of_one(base):
     assert len(list((base.folder / "two" / "wandb").glob("offline-run-*"))) == 1
 
 
+def test_packed_equals_one_document_a_row_and_the_cache_serves_both_ranks(base):
+    """The whole epoch in one step, so that both ways see the same documents."""
+    whole = {"steps.max_steps": 1, "steps.rows_per_step": 32, "data.cache": base.folder / "tokens"}
+    for output, more in {"packed": {"ranks": 2}, "alone": {"data.packing": "one_per_row"}}.items():
+        done = base(output, environment=NO_KEY, **settings(base, **whole, **more))
+        assert done.returncode == 0, done.stdout + done.stderr
+    ours, theirs = (torch.tensor(base.curve(output, *FIGURES)) for output in ("packed", "alone"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert len(list((base.folder / "tokens").glob("*.safetensors"))) == 2  # the training text and the held-out one
+    assert not (base.folder / "packed" / "tokens").exists()
+
+
+def test_several_weighted_sources(base):
+    sources = f"[{{source: {base.data}, weight: 0.5}}, {base.folder / 'heldout.jsonl'}]"
+    done = base("several", environment=NO_KEY, **settings(base, **{"data.train": sources, "steps.max_steps": 1}))
+    assert done.returncode == 0, done.stderr
+    assert "30 records, 0 of them cut to the row length, 15 in an epoch" in done.stdout
+    data = read_provenance(base.folder / "several" / "final")["training"]["data"]
+    assert [each["records"] for each in data] == [30, 7, 7]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_every_stage_gives_the_curve_of_one_rank(base, stage):
     done = base(
@@ -192,6 +213,14 @@ def test_what_a_user_can_fix_is_one_line(run, more, said):
     assert done.returncode == 2, done.stdout
     assert "Traceback" not in done.stderr
     assert said in done.stderr.split("error:")[-1]
+
+
+def test_an_error_of_rank_0_is_said_once_and_without_a_traceback(base):
+    """The others wait for it in a collective when it leaves."""
+    done = base("base", ranks=2, environment=NO_KEY, **settings(base, **{"optimizer.learning_rate": 0.5}))
+    assert done.returncode != 0
+    assert "optimizer.learning_rate" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_signal_saves_and_leaves(run):

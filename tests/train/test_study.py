@@ -1,0 +1,51 @@
+import json
+
+import pytest
+
+from train.study import main, read_study
+
+STUDY = """
+base: tiny.yaml
+settings: {steps.max_steps: 2, evaluate_every: 1}
+runs:
+  chained-2: {modules.num_modules: 2}
+  recursive: {modules.recurrence: recursive, modules.num_modules: 1, modules.draft_steps: 2}
+"""
+
+
+def test_a_study_runs_all_once_and_ends_with_one_json_line(run, tmp_path, capfd):
+    path = tmp_path / "study.yaml"
+    path.write_text(STUDY)
+    common = run.settings("study", **{"data.heldout": run.data})[2:]
+    assert main(["--config", str(path), *common]) == 0
+    figures = json.loads(capfd.readouterr().out.splitlines()[-1])["figures"]
+    assert [row["run"] for row in figures] == ["chained-2", "recursive"]
+    assert all(row["steps"] == 2 and row["acceptance_length"] >= 1 for row in figures)
+    folder = run.folder / "study"
+    assert (folder / "study.png").stat().st_size
+    assert (folder / "study.md").read_text().count("\n") == 4
+    stamp = (folder / "recursive" / "final" / "modules.safetensors").stat().st_mtime_ns
+    assert main(["--config", str(path), *common]) == 0
+    assert "already complete" in capfd.readouterr().out
+    assert (folder / "recursive" / "final" / "modules.safetensors").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("runs: 3", "base"), ("[", "study.yaml"), (STUDY.replace("num_modules", "num_moduls"), "did")]
+)
+def test_a_wrong_study_is_refused_before_any_run(tmp_path, capsys, content, said):
+    path = tmp_path / "study.yaml"
+    path.write_text(content)
+    flags = [f"output={tmp_path / 'out'}", "target=x", "data.train=y"]
+    assert main(["--config", str(path), *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_shipped_study_reads():
+    base, common, runs = read_study("study.yaml")
+    assert base == "demo.yaml"
+    assert "steps.max_minutes=null" in common
+    assert len(runs) == 8

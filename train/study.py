@@ -1,0 +1,148 @@
+"""``python -m train.study --config FILE [key=value ...]``: several runs on equal data, one table and one plot.
+
+The file gives a base config, settings for all runs, and for each run its own. Runs share the target's hidden
+states on disk; each is an ordinary training run in its own process and folder, so a study that was stopped goes
+on where it was. Ends with one JSON line.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mtp import UserError
+from mtp.checkpoint import read_provenance
+from train.benchmark_memory import commit
+from train.config import find_file, load_config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs or finishes a study; returns 0, the status of a run that failed, or 2 for what the user can fix."""
+    parser = argparse.ArgumentParser(prog="python -m train.study", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", required=True, help="YAML file with base, settings and runs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run, output= of the study")
+    options = parser.parse_args(arguments)
+    try:
+        return _study(options.config, options.overrides)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def read_study(name: str) -> tuple[str, list[str], dict[str, list[str]]]:
+    """Returns the base config's name, the settings of all runs, and each run's own, as ``key=value``.
+
+    Raises:
+        UserError: the file is missing or not of this form.
+    """
+    path = find_file(name, "study")
+    try:
+        study = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        base, runs = str(study["base"]), study["runs"]
+        common = _flags(study.get("settings") or {})
+        return base, common, {str(run): _flags(settings or {}) for run, settings in runs.items()}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path}: expected base: CONFIG, settings: {{key: value}} and runs: {{name: {{key: value}}}} "
+            f"({type(error).__name__}: {error})"
+        ) from None
+
+
+def _flags(settings: dict[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+
+def _study(name: str, overrides: list[str]) -> int:
+    base, common, runs = read_study(name)
+    common = [*common, *overrides]
+    whole = load_config(base, common)
+    output = Path(whole.output)
+    shared = f"data.hidden_states={output / 'hidden'}"
+    for run, own in runs.items():  # a misspelt key is found before hours of work
+        load_config(base, [*common, *own, f"output={output / run}"])
+    commands = [[sys.executable, "-m", "train.hidden", "--config", base, *common, shared]]
+    for run, own in runs.items():
+        flags = [flag.replace("{output}", str(output)) for flag in own]
+        commands.append(
+            [sys.executable, "-m", "train", "--config", base, *common, shared, *flags, f"output={output / run}"]
+        )
+    for command in commands:
+        print("$ python", *command[1:], flush=True)
+        if status := subprocess.run(command).returncode:
+            return status
+    figures = [run_figures(output / run, run) for run in runs]
+    page = output / "study.md"
+    page.write_text(table(figures), encoding="utf-8")
+    plot(output / "study.png", output, figures)
+    print(f"\n{table(figures)}\n{page}, {output / 'study.png'}")
+    report = {
+        "benchmark": "study",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "command": " ".join(["python -m train.study --config", name, *overrides]),
+        "commit": commit(),
+        "figures": figures,
+    }
+    print(json.dumps(report))
+    return 0
+
+
+def run_figures(folder: Path, name: str) -> dict[str, Any]:
+    """Returns the last evaluation of a finished run, with its steps and minutes."""
+    training = read_provenance(folder / "final")["training"]
+    last = evaluations(folder)[-1]
+    return {
+        "run": name,
+        "steps": training["step"],
+        "minutes": round(training["elapsed_seconds"] / 60, 2),
+        **{key.removeprefix("eval/"): value for key, value in last.items() if key.startswith("eval/")},
+    }
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    """Returns the records of a run's log that hold an evaluation."""
+    lines = (folder / "log.jsonl").read_bytes().splitlines()
+    return [record for record in map(json.loads, lines) if "eval/acceptance_length" in record]
+
+
+def table(figures: list[dict[str, Any]]) -> str:
+    """Returns the markdown table of a study."""
+    lines = ["| run | steps | minutes | acceptance length | survival |", "| --- | ---: | ---: | ---: | --- |"]
+    for row in figures:
+        survival = " / ".join(f"{row[key]:.3f}" for key in sorted(row) if key.startswith("survival_"))
+        lines.append(
+            f"| {row['run']} | {row['steps']} | {row['minutes']:.1f} | {row['acceptance_length']:.3f} | {survival} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plot(path: Path, output: Path, figures: list[dict[str, Any]]) -> None:
+    """Draws acceptance length over steps, a line for each run."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("the plot needs matplotlib: pip install 'mtp-toolkit[demo]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for row in figures:
+        records = evaluations(output / row["run"])
+        lengths = [record["eval/acceptance_length"] for record in records]
+        axes.plot([record["step"] for record in records], lengths, "o-", markersize=3, label=row["run"])
+    axes.set(xlabel="step", ylabel="acceptance length", title="replay on held-out text")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
