@@ -199,17 +199,16 @@ class Renderer:
         if not calls:
             return messages
         names = [str(call["function"]["name"]) for call in calls]
-        nones = json.dumps([messages, tools], ensure_ascii=False).count("None")
         for as_text in (False, True):
-            for content in (None, ""):
+            for content in ("", None):
                 form = [_tool_call_form(turn, content, as_text) for turn in messages]
                 try:
                     text = self._render(form, tools, prompt=False)
                 except Unusable:
                     continue
-                if text.count("None") <= nones and all(text.count(name) >= names.count(name) for name in names):
+                if all(text.count(name) >= names.count(name) for name in names):
                     return form
-        raise Unusable("tool calls that the chat template leaves out")
+        raise Unusable("tool calls that the chat template refuses or leaves out")
 
     def _refuse_left_out(self, messages: list[Turn], tools: list[Any] | None) -> None:
         """Raises :class:`Unusable` if the template silently drops a turn of some role."""

@@ -121,6 +121,11 @@ class Data(Section):
             raise ValueError("name a file, a folder or a data set")
         return value if isinstance(value, (list, tuple)) else [value]
 
+    @property
+    def names(self) -> str:
+        """Returns the training sources as they were given, for messages."""
+        return ", ".join(source.source for source in self.train)
+
 
 class Loss(Section):
     """Depth i weighs beta^(i-1), normalised to sum 1; ``chunk_rows`` bounds the memory of head and loss.

@@ -5,8 +5,9 @@ import logging
 import os
 import socket
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -19,6 +20,7 @@ from train.config import Config, accumulation, read_deepspeed
 from train.objective import Objective, StepLoss
 
 STATE_TAG = "state"  # the folder that deepspeed makes inside of ours
+Result = TypeVar("Result")
 OWNED = {
     "optimizer": "optimizer.learning_rate, weight_decay and betas",
     "scheduler": "optimizer.schedule, warmup_fraction and min_lr_fraction",
@@ -73,6 +75,22 @@ class Ranks:
     def barrier(self) -> None:
         """Waits for all ranks."""
         self.max([0.0])
+
+    def first(self, work: Callable[[], Result]) -> Result:
+        """Returns what the work gives, done by rank 0 before the others, who find in files what it has left there.
+
+        Raises:
+            UserError: rank 0's work did; on every rank, so that none waits for it.
+        """
+        failed: UserError | None = None
+        if self.rank == 0:
+            try:
+                done = work()
+            except UserError as error:
+                failed = error
+        if self.max([float(failed is not None)])[0]:
+            raise failed or UserError("stopped, as process 0 was")
+        return done if self.rank == 0 else work()
 
     def close(self) -> None:
         """Leaves the group."""

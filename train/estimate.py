@@ -182,7 +182,7 @@ def _steps(config: Config, shape: TargetShape) -> tuple[int | None, str]:
     """Returns the packed rows if the text is there, and the number of steps in words."""
     limits, rows, why = config.steps, None, ""
     try:
-        rows = len(read_rows(config, SimpleNamespace(**vars(shape)))[0])  # type: ignore[arg-type]
+        rows = len(read_rows(config, SimpleNamespace(**vars(shape)), write_cache=False)[0])  # type: ignore[arg-type]
     except UserError as error:
         why = str(error)
     per_epoch = -(-rows // limits.rows_per_step) if rows else None

@@ -10,16 +10,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from mtp import UserError
+from mtp import Contract, UserError
 from train.config import Config
-from train.data import FILL, Order, cache_folder, micro_batches, read_rows
+from train.data import FILL, Order, Rows, cache_folder, micro_batches, read_rows
 from train.engine import Engine, Ranks
 from train.evaluate import Evaluation, Replay
 from train.initialise import new_stack
 from train.objective import CELLS, DIVERGENCE, LOSS, Objective, StepLoss, objective_inputs
 from train.partition import load_target
 from train.provenance import toolkit, versions
-from train.records import ReadReport, read_records
+from train.records import ReadReport, Record, read_records
 from train.runs import RunFolder
 from train.shards import Shards
 from train.teacher import TeacherMemory
@@ -84,15 +84,12 @@ class Trainer:
 
     def _read_data(self) -> None:
         data, modules = self.config.data, self.config.modules
-        main = self.ranks.rank == 0
-        if not main:
-            self.ranks.barrier()  # rank 0 tokenises and writes the cache, the others read it
         self.reports: list[ReadReport]
-        self.rows, self.contract, self.reports = read_rows(self.config, self.target, write_cache=main)
+        (self.rows, self.contract, self.reports), heldout = self.ranks.first(self._read_sources)
         self.rows_sha256 = self.rows.sha256()
         self.supervised = self.rows.supervised(modules.depths).tolist()
         if not self.supervised[0]:
-            raise UserError("data.train: no record is long enough to train module 1; records need 3 tokens or more")
+            raise UserError(f"{data.names}: no record is long enough to train module 1; records need 3 tokens or more")
         self.order = Order(len(self.rows), self.config.steps.rows_per_step, self.config.seed)
         point, chunk = self.contract.target_hidden, self.config.loss.chunk_rows
         self.soft = self.config.loss.kind != "cross_entropy"
@@ -102,14 +99,16 @@ class Trainer:
         if data.hidden_states:
             self.teacher = Shards(Path(data.hidden_states), self.rows, self.target, target_hidden=point)
         self.replay: Replay | None = None
-        if data.heldout:
-            heldout, report = read_records(data.heldout, self.target, cache=cache_folder(self.config), write=main)
-            self.replay = Replay(
-                heldout, report, self.target, target_hidden=point, chunk_rows=chunk, keep=data.keep_hidden
-            )
-            self.reports.append(report)
-        if main:
-            self.ranks.barrier()
+        if heldout:
+            self.replay = Replay(*heldout, self.target, target_hidden=point, chunk_rows=chunk, keep=data.keep_hidden)
+            self.reports.append(heldout[1])
+
+    def _read_sources(self) -> tuple[tuple[Rows, Contract, list[ReadReport]], tuple[list[Record], ReadReport] | None]:
+        """Returns what :func:`read_rows` does, and the held-out records if there are any; rank 0 writes the cache."""
+        heldout, write = self.config.data.heldout, self.ranks.rank == 0
+        rows = read_rows(self.config, self.target, write_cache=write)
+        cache = cache_folder(self.config)
+        return rows, read_records(heldout, self.target, cache=cache, write=write) if heldout else None
 
     @property
     def total_steps(self) -> int | None:
@@ -121,7 +120,7 @@ class Trainer:
     def _resume(self, folder: Path, facts: dict[str, Any], warnings: list[str]) -> None:
         if facts["rows_sha256"] != self.rows_sha256:
             raise UserError(
-                f"{self.config.data.train}: its content is not what step {facts['step']} in {folder} was trained on; "
+                f"{self.config.data.names}: its content is not what step {facts['step']} in {folder} was trained on; "
                 "give the file as it was, or choose another output"
             )
         if facts["target_fingerprint"] != self.target.fingerprint():
@@ -222,7 +221,7 @@ class Trainer:
             return
         if not self.trained_tokens:
             raise UserError(
-                f"{config.data.train}: not one token to learn in {self.step} steps, so nothing was trained; raise the "
+                f"{config.data.names}: not one token to learn in {self.step} steps, so nothing was trained; raise the "
                 "limits in steps, or set data.supervise: all"
             )
         if self.evaluated != self.step:
@@ -274,7 +273,7 @@ class Trainer:
         kept = f"the last checkpoint, {newest[0]}, is from before it" if newest else "no checkpoint was saved before it"
         raise UserError(
             f"step {self.step}: the loss is {loss} and the norm of its gradient {norm}, in packed rows "
-            f"{', '.join(map(str, numbers[:8]))}{' ...' if len(numbers) > 8 else ''} of {self.config.data.train} (the "
+            f"{', '.join(map(str, numbers[:8]))}{' ...' if len(numbers) > 8 else ''} of {self.config.data.names} (the "
             f"first begins with token ids {begin}); stopped, {kept}; lower optimizer.learning_rate, look at those "
             "records, or check the target's dtype"
         )

@@ -149,7 +149,7 @@ def test_mixed_types_nulls_and_lists_do_not_break_the_rest(tmp_path):
     }
 
 
-def test_a_first_line_that_is_a_list_is_a_broken_record(tmp_path):
+def test_a_one_line_that_is_a_list_is_a_broken_record(tmp_path):
     records, skipped = read(tmp_path, chat_target(tmp_path), b"[1]\n", {"text": "ab"})
     assert (len(records), skipped) == (1, {"not a JSON object": 1})
 

@@ -108,6 +108,13 @@ def test_packed_equals_one_document_a_row_and_the_cache_serves_both_ranks(base):
     assert not (base.folder / "packed" / "tokens").exists()
 
 
+def test_bad_data_ends_every_rank_in_one_line(run):
+    done = run("bad", ranks=2, **{"data.train": "/nonexistent.jsonl"})
+    assert done.returncode != 0
+    assert "error: data file /nonexistent.jsonl: No such file" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 def test_several_weighted_sources(base):
     sources = f"[{{source: {base.data}, weight: 0.5}}, {base.folder / 'heldout.jsonl'}]"
     done = base("several", environment=NO_KEY, **settings(base, **{"data.train": sources, "steps.max_steps": 1}))
