@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import transformers
 
 from mtp import Contract, MTPStack
@@ -144,6 +145,18 @@ def test_it_trains_a_tiny_target_of_its_kind(run, tmp_path, name):
     assert "done: 2 steps" in done.stdout
     contract = Contract.load(tmp_path / "out" / "final" / "contract.json")
     assert (contract.num_modules, contract.recurrence) == (config.modules.num_modules, config.modules.recurrence)
+
+
+def test_experts_in_parts_give_the_curve_of_one_rank(run, tmp_path):
+    family, fields, *_ = TARGETS["qwen3-30b-a3b"]
+    make_model(family, **fields).save_pretrained(tmp_path / "target")
+    more = {"target": tmp_path / "target", "steps.max_steps": 3, "steps.micro_rows": 1}
+    curves = []
+    for ranks in (0, 2):
+        done = run(f"experts-{ranks}", ranks=ranks, deepspeed="deepspeed/zero3.json", **more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        curves.append(torch.tensor(run.curve(f"experts-{ranks}", "train/loss", "train/grad_norm", "train/loss_3")))
+    torch.testing.assert_close(*curves, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "Qwen3MoeConfig", "DeepseekV3Config"])
