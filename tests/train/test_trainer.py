@@ -177,7 +177,7 @@ def test_bfloat16_trains(base, stage):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(base):
-    killed = base.folder / "killed"
+    killed = base.folder / "cut-short"
     shutil.copytree(base.folder / "base", killed)
     for gone in ("final", "step-6", "state/step-6"):
         shutil.rmtree(killed / gone)
@@ -186,13 +186,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(base):
     with (killed / "log.jsonl").open("a") as file:
         file.write('{"step": 4, "tra')
     (killed / "state" / "step-5.partial").mkdir()
-    done = base("killed", environment=NO_KEY, **settings(base))
+    done = base("cut-short", environment=NO_KEY, **settings(base))
     assert done.returncode == 0, done.stderr
     assert "resumed from step 3" in done.stdout
     runs = [path.name for path in (killed / "wandb").glob("offline-run-*")]
     assert len(runs) == 2 and len({name.rsplit("-", 1)[1] for name in runs}) == 1  # two sittings of one wandb run
-    assert [line["step"] for line in base.log("killed")] == [1, 2, 3, 3, 4, 5, 6, 6]
-    assert_same_run(base, "killed", noise=1e-7)
+    assert [line["step"] for line in base.log("cut-short")] == [1, 2, 3, 3, 4, 5, 6, 6]
+    assert_same_run(base, "cut-short", noise=1e-7)
 
 
 def test_a_complete_run_is_left_alone_and_another_one_is_refused(base):
