@@ -1,16 +1,16 @@
 """Files that ship with the toolkit, from a checkout or an installed package."""
 
-import contextlib
-import importlib.resources
 from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
 
 
 def resource(name: str) -> Path | None:
-    """Returns a file that ships in ``configs/``, in the checkout or the installed package; None if not there."""
-    folders = [Path(__file__).resolve().parent.parent / "configs"]
-    with contextlib.suppress(ModuleNotFoundError):  # a checkout that is not installed
-        folders.insert(0, Path(str(importlib.resources.files("mtp.configs"))))
-    for folder in folders:
+    """Returns a file that ships in ``configs/``, None if there is none of that name.
+
+    An installed package has the folder inside of ``mtp``, a checkout beside it.
+    """
+    for folder in (PACKAGE / "configs", PACKAGE.parent / "configs"):
         if (path := folder / name).is_file():
             return path
     return None
