@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; run the demo again to go on", file=sys.stderr)
         return 130
-    report = write_report(output, args.target or GGUF_MODEL, check, compare, machine())
+    report = write_report(output, args.target or f"{GGUF_MODEL} (Q4_1 weights)", check, compare, machine())
     print(f"\n{report.read_text(encoding='utf-8')}")
     print(
         f"report: {report}, plot: {report.with_suffix('.png')}; {(time.monotonic() - started) / 60:.1f} min in this run"
