@@ -65,6 +65,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# What experts and latent attention (DeepSeek) ask of a tiny config.
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 # One rule for "equal": largest difference over largest value. The noise of a dtype, never of a test.
 NOISE = {torch.float32: 1e-5, torch.float64: 1e-10}
 

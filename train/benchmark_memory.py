@@ -25,6 +25,7 @@ from mtp import Contract, MTPStack, Target, UserError, alignment
 from mtp.cache import Packed
 from train.data import Rows
 from train.objective import Objective, StepLoss, depth_weights, objective_inputs
+from train.provenance import toolkit
 from train.teacher import teach, wide
 
 ROW_LENGTH = 256
@@ -111,14 +112,6 @@ def _in_own_process(way: str, case: Sequence[int], chunk_rows: int, device: str)
     return float(done.stdout.split()[-1])
 
 
-def commit() -> str:
-    """Returns the commit of the checkout, ``unknown`` outside of one."""
-    done = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return done.stdout.strip() or "unknown"
-
-
 def table(chunk_rows: int, device: str) -> list[dict[str, Any]]:
     """Measures the grid, printing a line for each case, and returns its figures in MiB."""
     print(f"{'rows':>6} {'k':>3} {'vocab':>6} {'logits k*rows*V':>16} {'modules':>9} {'chunked':>9} {'plain':>9}  MiB")
@@ -159,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "benchmark": "training memory",
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs {gpu}".strip(),
         "command": " ".join(["python -m train.benchmark_memory", *(sys.argv[1:] if arguments is None else arguments)]),
-        "commit": commit(),
+        "commit": toolkit().get("commit"),
         "torch": torch.__version__,
         "chunk_rows": options.chunk_rows,
         "unit": "MiB",

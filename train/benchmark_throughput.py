@@ -21,9 +21,9 @@ from torch import Tensor
 
 from mtp import Contract, MTPStack, Target, alignment
 from mtp.cache import Packed
-from train.benchmark_memory import commit
 from train.data import Rows, lay_out, pack
 from train.objective import Objective, depth_weights, objective_inputs
+from train.provenance import toolkit
 from train.records import Record
 from train.teacher import Teacher, teach
 
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "command": " ".join(
             ["python -m train.benchmark_throughput", *(sys.argv[1:] if arguments is None else arguments)]
         ),
-        "commit": commit(),
+        "commit": toolkit().get("commit"),
         "torch": torch.__version__,
         "options": vars(options),
         "tokens_per_second": {name: round(speed, 1) for name, speed in figures.items()},

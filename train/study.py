@@ -19,8 +19,8 @@ import yaml
 
 from mtp import UserError
 from mtp.checkpoint import read_provenance
-from train.benchmark_memory import commit
 from train.config import find_file, load_config
+from train.provenance import toolkit
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def _study(name: str, overrides: list[str]) -> int:
         "benchmark": "study",
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "command": " ".join(["python -m train.study --config", name, *overrides]),
-        "commit": commit(),
+        "commit": toolkit().get("commit"),
         "figures": figures,
     }
     print(json.dumps(report))

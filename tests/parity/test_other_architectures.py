@@ -11,25 +11,10 @@ from infer.check import run_check
 from infer.engine import Engine
 from infer.requests import Request
 from mtp import UserError
-from tests.builders import make_stack, make_target
+from tests.builders import EXPERTS, LATENT, make_stack, make_target
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {
-    "head_dim": None,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    **EXPERTS,
-}
 ARCHITECTURES = {
-    "DeepseekV3Config": LATENT,
+    "DeepseekV3Config": {**LATENT, **EXPERTS},
     "GPTNeoXConfig": {},
     "PhiConfig": {"num_key_value_heads": 4},
     "OlmoConfig": {},

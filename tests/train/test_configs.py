@@ -9,25 +9,11 @@ import torch
 import transformers
 
 from mtp import Contract, MTPStack
-from tests.builders import COMMON, FAMILIES, make_config, make_model, make_target
+from tests.builders import COMMON, EXPERTS, FAMILIES, LATENT, make_config, make_model, make_target
 from tests.train.conftest import ROOT, random_records, write_lines
 from train.config import load_config
 from train.estimate import estimate, read_shape
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {
-    "head_dim": None,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
 VISION = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16} | {
     "image_size": 896,
     "patch_size": 14,
