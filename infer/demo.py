@@ -18,6 +18,7 @@ from pathlib import Path
 
 from infer.report import write_report
 from mtp import UserError
+from mtp.commands import run_command
 from mtp.files import write_atomic
 from mtp.resources import resource
 
@@ -30,10 +31,14 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(argv: list[str] | None = None) -> int:
     """Runs the demo; returns 0, or the exit status of the stage that failed."""
     args = _parser().parse_args(argv)
+    return run_command(lambda: _demo(args), stopped="run the demo again to go on")
+
+
+def _demo(args: argparse.Namespace) -> int:
     output: Path = args.output
     started = time.monotonic()
+    output.mkdir(parents=True, exist_ok=True)
     try:
-        output.mkdir(parents=True, exist_ok=True)
         target = args.target or str(make_target(output / "target"))
         train, heldout = split_prompts(output)
         # The held-out answers first: they are what the result is measured on, whatever the time.
@@ -46,12 +51,6 @@ def main(argv: list[str] | None = None) -> int:
     except subprocess.CalledProcessError as error:
         print(f"error: a stage failed: {' '.join(error.cmd)}", file=sys.stderr)
         return error.returncode
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; run the demo again to go on", file=sys.stderr)
-        return 130
     report = write_report(output, args.target or f"{GGUF_MODEL} (Q4_1 weights)", check, compare, machine())
     print(f"\n{report.read_text(encoding='utf-8')}")
     print(

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import transformers
 from tqdm import tqdm
 
 from mtp import Target, UserError
+from mtp.commands import run_command
 from train.config import load_config
 from train.data import read_rows
 from train.shards import write_shards
@@ -28,17 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.shard_rows < 1:
         parser.error("argument --shard-rows: must be at least 1")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        _write(options.config, options.overrides, options.shard_rows)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; run the same command again to go on", file=sys.stderr)
-        return 130
-    return 0
+    return run_command(lambda: _write(options.config, options.overrides, options.shard_rows))
 
 
 def _write(name: str, overrides: list[str], shard_rows: int) -> None:

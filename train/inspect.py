@@ -5,7 +5,6 @@ why, and how long the records are. The target's weights are not loaded. What was
 """
 
 import argparse
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import numpy as np
 import transformers
 
 from mtp import UserError
+from mtp.commands import run_command
 from mtp.errors import one_line
 from mtp.target import eos_token_ids
 from train.chat import Record, Renderer
@@ -100,7 +100,7 @@ def inspect(config: Config, records: int, colour: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, or 2 after an error that the user can fix."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m train.inspect", description="Shows what training would read.")
     parser.add_argument("--config", required=True, help="YAML file, here or among the shipped configs")
     parser.add_argument("--records", type=int, default=3, help="how many to show, spread over the data (default 3)")
@@ -108,22 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.records < 0:
         parser.error("argument --records: must not be negative")
-    transformers.utils.logging.set_verbosity_error()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a text is shown whatever the terminal's encoding
-    try:
-        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(inspect(load_config(options.config, options.overrides), options.records, colour))
-        sys.stdout.flush()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return run_command(lambda: print(inspect(load_config(options.config, options.overrides), options.records, colour)))
 
 
 if __name__ == "__main__":

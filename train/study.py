@@ -19,21 +19,18 @@ import yaml
 
 from mtp import UserError
 from mtp.checkpoint import read_provenance
+from mtp.commands import run_command
 from train.config import find_file, load_config
 from train.provenance import toolkit
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs or finishes a study; returns 0, the status of a run that failed, or 2 for what the user can fix."""
+    """Runs or finishes a study; returns 0, or the status of what failed."""
     parser = argparse.ArgumentParser(prog="python -m train.study", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", required=True, help="YAML file with base, settings and runs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run, output= of the study")
     options = parser.parse_args(arguments)
-    try:
-        return _study(options.config, options.overrides)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(lambda: _study(options.config, options.overrides))
 
 
 def read_study(name: str) -> tuple[str, list[str], dict[str, list[str]]]:
