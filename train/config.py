@@ -4,7 +4,6 @@ Every key is known; a misspelt one is refused with the nearest valid name.
 """
 
 import difflib
-import json
 import types
 import typing
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mtp import Contract, UserError
 from mtp.resources import resource
+from train.parse import parse_json, parse_yaml
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -128,7 +128,8 @@ class Data(Section):
 
 
 class Loss(Section):
-    """Depth i weighs beta^(i-1), normalised to sum 1; ``chunk_rows`` bounds the memory of head and loss.
+    """Depth i weighs beta^(i-1), or ``step_weights[i-1]``; normalised to sum 1. ``chunk_rows`` bounds the memory of
+    head and loss.
 
     The kinds are defined in train/objective.py; ``lk`` and ``tv`` learn by ``kl`` until ``kl_warmup_fraction`` is done.
     """
@@ -136,6 +137,7 @@ class Loss(Section):
     kind: Literal["kl", "cross_entropy", "lk", "tv"] = "kl"
     kl_warmup_fraction: Fraction = 0.5
     beta: Annotated[float, Field(gt=0, le=1)] = 0.6
+    step_weights: tuple[Annotated[float, Field(gt=0)], ...] | None = None
     chunk_rows: PositiveInt = 256
 
 
@@ -216,6 +218,36 @@ class Config(Section):
     deepspeed: str | dict[str, Any] | None = None
     wandb: Wandb | None = None
 
+    @pydantic.model_validator(mode="after")
+    def _a_weight_for_each_draft(self) -> "Config":
+        weights, drafts = self.loss.step_weights, self.modules.depths
+        if weights is not None and len(weights) != drafts:
+            raise ValueError(f"loss.step_weights: {len(weights)} weights for {drafts} drafts; give one for each")
+        return self
+
+
+def without_effect(config: Config) -> list[str]:
+    """Returns a sentence for each setting that was given, but that this run never reads."""
+    kind, modules, optimizer = config.loss.kind, config.modules, config.optimizer
+    unread = (
+        (
+            config.loss,
+            "loss.kl_warmup_fraction",
+            kind in ("kl", "cross_entropy") and f"loss.kind {kind} has no warm-up",
+        ),
+        (config.loss, "loss.beta", config.loss.step_weights and "loss.step_weights are given"),
+        (optimizer, "optimizer.min_lr_fraction", optimizer.schedule == "constant" and "the schedule is constant"),
+        (modules, "modules.chain_hidden", modules.recurrence == "target_fed" and "target_fed has no chain"),
+        (config, "evaluate_every", config.data.heldout is None and "data.heldout is not set"),
+        (config, "keep_checkpoints", config.checkpoint_every is None and "checkpoint_every is not set"),
+    )
+    return [
+        f"{name} = {value} has no effect: {why}"
+        for section, name, why in unread
+        if why and (field := name.split(".")[-1]) in section.model_fields_set
+        if (value := getattr(section, field)) is not None
+    ]
+
 
 def find_file(name: str, what: str) -> Path:
     """Returns the path of a file given by the user, or of the shipped one of that name.
@@ -238,7 +270,7 @@ def load_config(name: str, overrides: list[str]) -> Config:
     """
     path = find_file(name, "config")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        values = parse_yaml(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())})") from None
     values = {} if values is None else values
@@ -258,7 +290,7 @@ def _set_override(values: dict[str, Any], override: str) -> str:
     if not separator or not all(key.split(".")):
         raise UserError(f"argument {override!r}: expected dotted.key=value, for example steps.max_steps=100")
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except yaml.YAMLError as error:
         raise UserError(f"flag {override!r}: the value is not YAML ({' '.join(str(error).split())})") from None
     *parents, last = key.split(".")
@@ -284,10 +316,11 @@ def _explain(problem: Any, path: Path, flags: list[str]) -> str:
         return f"{where}: key {dotted!r} is required; add it to the file or give {dotted}=..."
     known = [name for name in names if name.isidentifier() or name.isdigit()]
     known = [name for name in known if name not in ("str", "dict", "int", "float")]
+    key = f"{'.'.join(known)}: " if known else ""
     message = problem["msg"].removeprefix("Value error, ")
     given = problem["input"]
     shown = "" if isinstance(given, dict) else f", not {given!r}"
-    return f"{where}: {'.'.join(known)}: {message[:1].lower()}{message[1:]}{shown}"
+    return f"{where}: {key}{message[:1].lower()}{message[1:]}{shown}"
 
 
 def _suggestion(names: list[str]) -> str:
@@ -344,7 +377,7 @@ def read_deepspeed(setting: str | dict[str, Any] | None) -> dict[str, Any]:
         return dict(setting or {})
     path = find_file(setting, "deepspeed config")
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
+        values = parse_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(values, dict):

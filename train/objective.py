@@ -1,8 +1,9 @@
 """The loss of every module, head and loss in chunks of label rows.
 
 Depth i: ``sum over supervised cells (t, i) of its loss``, divided by the depth's number of supervised cells in
-the *global* batch, weighed by beta^(i-1) (normalised). With p the target's exact distribution at row t+i, q the
-module's over the draft vocabulary (0 outside of it), x the vocabulary and y the token x_{t+i+1}:
+the *global* batch, weighed by beta^(i-1) or ``step_weights[i-1]`` (normalised). With p the target's exact
+distribution at row t+i, q the module's over the draft vocabulary (0 outside of it), x the vocabulary and y the token
+x_{t+i+1}:
 
 - ``kl``: ``- sum_x p(x) log q(x)``, soft labels; its gradient is that of KL(p, q);
 - ``cross_entropy``: ``- log q(y)``, hard labels; a y outside the draft vocabulary adds nothing, but its cell counts
@@ -15,11 +16,13 @@ module's over the draft vocabulary (0 outside of it), x the vocabulary and y the
 
 All modules that predict from one label row share the teacher's probabilities, so the walk is over label rows
 r = t + i; logits exist for one chunk and one module at a time, whatever k, the batch and the vocabulary are.
+(``torch.nn.functional.linear_cross_entropy`` is not used: of these only ``cross_entropy`` with a plain head could be,
+it knows no soft-cap, and its chunks of soft labels would need p of all rows at once.)
 
 Shapes: B rows of a batch, n tokens of a row, H hidden size, c label rows of a chunk, X draft vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -38,8 +41,12 @@ LOSS, DIVERGENCE, CELLS = 0, 1, 2  # rows of the statistics
 
 def depth_weights(beta: float, draft_steps: int) -> list[float]:
     """Returns beta^(i-1) for i = 1..k, normalised to sum 1."""
-    raw = [beta**depth for depth in range(draft_steps)]
-    return [weight / sum(raw) for weight in raw]
+    return normalised([beta**depth for depth in range(draft_steps)])
+
+
+def normalised(weights: Sequence[float]) -> list[float]:
+    """Returns the weights scaled to sum 1."""
+    return [weight / sum(weights) for weight in weights]
 
 
 @dataclass(frozen=True)
@@ -60,9 +67,11 @@ class StepLoss:
             return cls("end_to_end")
         return cls("soft", 1 - (progress - options.kl_warmup_fraction) / max(1 - options.kl_warmup_fraction, 1e-9))
 
-    def weights(self, beta: float, draft_steps: int) -> list[float]:
+    def weights(self, options: Loss, draft_steps: int) -> list[float]:
         """Returns what each depth weighs; they sum to 1."""
-        return depth_weights(1.0 if self.form == "end_to_end" else beta, draft_steps)
+        if options.step_weights is None or self.form == "end_to_end":
+            return depth_weights(1.0 if self.form == "end_to_end" else options.beta, draft_steps)
+        return normalised(options.step_weights)
 
 
 class Objective(nn.Module):

@@ -21,6 +21,7 @@ from mtp import UserError
 from mtp.checkpoint import read_provenance
 from mtp.commands import run_command
 from train.config import find_file, load_config
+from train.parse import parse_yaml
 from train.provenance import toolkit
 
 
@@ -41,7 +42,7 @@ def read_study(name: str) -> tuple[str, list[str], dict[str, list[str]]]:
     """
     path = find_file(name, "study")
     try:
-        study = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        study = parse_yaml(path.read_text(encoding="utf-8-sig"))
         base, runs = str(study["base"]), study["runs"]
         common = _flags(study.get("settings") or {})
         return base, common, {str(run): _flags(settings or {}) for run, settings in runs.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mtp import Contract, UserError
-from train.config import Config
+from train.config import Config, without_effect
 from train.data import FILL, Order, Rows, cache_folder, micro_batches, read_rows
 from train.engine import Engine, Ranks
 from train.evaluate import Evaluation, Replay
@@ -159,7 +159,8 @@ class Trainer:
                 tracker.close()
 
     def _introduce(self, tracker: Tracker) -> None:
-        for text in [*self.warnings, *(report.text() for report in self.reports)]:
+        unread = [f"warning: {each}" for each in without_effect(self.config)]
+        for text in [*self.warnings, *unread, *(report.text() for report in self.reports)]:
             tracker.say(text)
         cells = ", ".join(f"module {index}: {count}" for index, count in enumerate(self.supervised, start=1))
         epoch = f"{len(self.rows)} packed rows, {self.order.steps_per_epoch} steps an epoch"
@@ -239,7 +240,7 @@ class Trainer:
         whole = self.rows.take(indices, "cpu")
         # Every rank knows the whole step's rows, so the global counts need no communication.
         cells = whole.supervised(depths).to(ranks.device)
-        weights = torch.tensor(step_loss.weights(self.config.loss.beta, depths), device=ranks.device)
+        weights = torch.tensor(step_loss.weights(self.config.loss, depths), device=ranks.device)
         scales = weights * self.engine.accumulation * ranks.world_size / cells.clamp(min=1)
         self.engine.set_learning_rate(rate)
         parts: list[Tensor] = []

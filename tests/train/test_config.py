@@ -1,7 +1,7 @@
 import pytest
 
 from mtp import UserError
-from train.config import load_config
+from train.config import load_config, without_effect
 from train.engine import engine_settings
 
 BASE = ["target=t", "output=o", "data.train=d"]
@@ -43,6 +43,9 @@ def test_flags_win_over_the_file_and_the_file_over_defaults():
         ("seed.x=5", ["'seed' is a single value"]),
         ("novalue", ["expected dotted.key=value"]),
         ("seed=[1", ["not YAML"]),
+        ("init={block: random, block: random}", ["flag 'init=", "key 'block' is given twice"]),
+        ("loss.step_weights=[1, 0.5]", ["loss.step_weights: 2 weights for 3 drafts"]),
+        ("loss.step_weights=[1, 0, 1]", ["loss.step_weights.1", "greater than 0"]),
     ],
 )
 def test_a_wrong_flag_is_named(flag, said):
@@ -55,7 +58,13 @@ def test_a_wrong_flag_is_named(flag, said):
 def test_a_wrong_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"nowhere\.yaml"):
         load_config("nowhere.yaml", [])
-    for text, said in {"a: [": "YAML", "- 1": "expected settings", "target: t\nstep: {}\n": "'steps'"}.items():
+    texts = {
+        "a: [": "YAML",
+        "- 1": "expected settings",
+        "target: t\nstep: {}\n": "'steps'",
+        "steps:\n  epochs: 1\n  max_steps: 2\n  epochs: 3\n": r"'epochs' is given twice.*line 4",
+    }
+    for text, said in texts.items():
         path = tmp_path / "x.yaml"
         path.write_text(text)
         with pytest.raises(UserError, match=said) as error:
@@ -75,6 +84,37 @@ def test_a_wrong_file_is_named(tmp_path):
 def test_a_deepspeed_config_that_contradicts_the_run_is_refused(setting):
     with pytest.raises(UserError, match=setting.split(":")[0]):
         engine_settings(load(f"deepspeed={{{setting}}}"), 1)
+
+
+def test_a_deepspeed_key_given_twice_is_refused(tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
+    with pytest.raises(UserError, match=r"zero\.json.*'stage' is given twice"):
+        engine_settings(load(f"deepspeed={path}"), 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["loss.kl_warmup_fraction=0.3"], "loss.kl_warmup_fraction = 0.3 has no effect: loss.kind kl has no warm-up"),
+        (["loss.kl_warmup_fraction=0.3", "loss.kind=cross_entropy"], "loss.kind cross_entropy has no warm-up"),
+        (["loss.beta=0.6", "loss.step_weights=[3, 2, 1]"], "loss.step_weights are given"),
+        (["optimizer.min_lr_fraction=0", "optimizer.schedule=constant"], "the schedule is constant"),
+        (["modules.chain_hidden=pre_norm", "modules.recurrence=target_fed"], "target_fed has no chain"),
+        (["evaluate_every=5"], "data.heldout is not set"),
+        (["keep_checkpoints=5"], "checkpoint_every is not set"),
+    ],
+)
+def test_a_setting_that_the_run_never_reads_is_said(flags, said):
+    (only,) = without_effect(load(*flags))
+    assert only.startswith(flags[0].split("=")[0]) and only.endswith(said)
+
+
+def test_settings_that_are_read_are_not_named():
+    read = ["loss.kind=tv", "loss.kl_warmup_fraction=0.3", "loss.beta=0.5", "optimizer.min_lr_fraction=0"]
+    read += ["evaluate_every=5", "data.heldout=h", "keep_checkpoints=5", "checkpoint_every=5"]
+    assert without_effect(load(*read)) == []
+    assert without_effect(load("evaluate_every=null")) == []
 
 
 def test_batch_must_divide_over_ranks_and_shipped_stages_are_read():

@@ -40,7 +40,7 @@ def make_objective(family="llama", *, chunk_rows=5, draft_vocab=DRAFT_VOCAB, **c
 def loss_and_gradients(objective, batches, step_loss=SOFT, mode=KeepFloat64):
     """Sums the micro batches as the engine does, and returns loss, statistics and gradients."""
     cells = sum(rows.supervised(K) for rows in batches)
-    scales = torch.tensor(step_loss.weights(0.6, K), dtype=torch.float64) / cells.clamp(min=1)
+    scales = torch.tensor(step_loss.weights(Loss(), K), dtype=torch.float64) / cells.clamp(min=1)
     objective.zero_grad()
     loss, statistics = 0.0, 0.0
     with mode():
@@ -84,7 +84,7 @@ def plain(objective, rows, step_loss):
                         cell = step_loss.kl_share * soft + (1 - step_loss.kl_share) * rejected
                     summed[i - 1], count[i - 1] = summed[i - 1] + cell, count[i - 1] + 1
                     divergence[i - 1] += (soft + (p[b, t + i, kept] * p[b, t + i, kept].log()).sum()).item()
-        weights = step_loss.weights(0.6, K)
+        weights = step_loss.weights(Loss(), K)
         loss = sum(weight * total / max(cells, 1) for weight, total, cells in zip(weights, summed, count, strict=True))
         loss.backward()
     return loss.item(), divergence, {name: p.grad.clone() for name, p in objective.named_parameters()}
@@ -172,8 +172,13 @@ def test_which_loss_a_step_has(kind, expected):
 
 
 def test_depths_weigh_by_beta_and_alike_end_to_end():
-    assert StepLoss("end_to_end").weights(0.6, 4) == [0.25] * 4
-    assert SOFT.weights(0.5, 2) == [2 / 3, 1 / 3]
+    assert StepLoss("end_to_end").weights(Loss(beta=0.6), 4) == [0.25] * 4
+    assert SOFT.weights(Loss(beta=0.5), 2) == [2 / 3, 1 / 3]
+
+
+def test_depths_weigh_as_given():
+    assert SOFT.weights(Loss(step_weights=(1, 3)), 2) == [0.25, 0.75]
+    assert StepLoss("end_to_end").weights(Loss(step_weights=(1, 3)), 2) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("step_loss", FORMS, ids=str)
