@@ -136,9 +136,12 @@ class Target:
         except UserError:
             raise
         except Exception as error:  # whatever an architecture's own code makes of our calls
+            advice = "please report the architecture"
+            if self.dtype == torch.float64:  # kernels of experts, say, have none
+                advice = "it may in dtype float32; otherwise " + advice
             raise UserError(
-                f"target {name!r} ({type(model).__name__}) is not supported: a short probe through its layers failed "
-                f"({type(error).__name__}: {one_line(error)}); please report the architecture"
+                f"target {name!r} ({type(model).__name__}) does not run in {self.dtype}: a short probe through its "
+                f"layers failed ({type(error).__name__}: {one_line(error)}); {advice}"
             ) from error
 
     @classmethod

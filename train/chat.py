@@ -228,11 +228,14 @@ class Renderer:
 
     def _render(self, messages: list[Turn], tools: list[Any] | None, *, prompt: bool) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=prompt, tokenize=False
             )
         except Exception as error:  # a template is a program of its own: any error in it is about this record
             raise Unusable(f"refused by the chat template: {one_line(error)[:80]}") from None
+        if not text.strip():
+            raise Unusable("messages of which the chat template prints nothing")
+        return text
 
     def _encoded(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
         try:

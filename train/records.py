@@ -43,6 +43,12 @@ class ReadReport:
         """Returns where the named ones of the skipped records stand, and why each was skipped."""
         return [f"{origin}: {reason}" for origin, reason in self.first_skipped]
 
+    def named_by_reason(self) -> list[str]:
+        """Returns each reason once, with the first record that it was and how many more."""
+        firsts = {reason: origin for origin, reason in reversed(self.first_skipped)}
+        more = {reason: f" (and {count - 1} more)" if count > 1 else "" for reason, count in self.skipped.items()}
+        return [f"{firsts[reason]}: {reason}{more[reason]}" for reason in more if reason in firsts]
+
     def text(self) -> str:
         """Returns the report as one or more readable lines."""
         epoch = "" if self.epoch_records in (None, self.records) else f", {self.epoch_records} in an epoch"
@@ -90,7 +96,7 @@ def read_records(
     records = tokenised.records(source.source)
     report.records = len(records)
     if not records:
-        named = "; ".join(report.named()[:NAMED]) or "it is empty"
+        named = "; ".join(report.named_by_reason()[:NAMED]) or "it is empty"
         shapes = ", ".join(" + ".join(fields) for fields, _ in SHAPES.values())
         raise UserError(f"{source.source}: no usable record ({named}); a record is an object with {shapes}")
     return records, report

@@ -16,7 +16,7 @@ from mtp import UserError
 from mtp.files import append_line, open_lines, write_atomic
 from train.config import Config
 
-STEP = "train/step"
+STEP, MINUTES = "train/step", "train/minutes"
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # ETA: ours, it knows the time limit too
 
 

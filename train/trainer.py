@@ -23,7 +23,7 @@ from train.records import ReadReport, Record, read_records
 from train.runs import RunFolder
 from train.shards import Shards
 from train.teacher import TeacherMemory
-from train.tracking import Tracker
+from train.tracking import MINUTES, Tracker
 
 
 def learning_rate(config: Config, progress: float) -> float:
@@ -81,6 +81,11 @@ class Trainer:
         self.warnings: list[str] = []
         if resumed is not None:
             self._resume(*resumed)
+        if self.total_steps is not None and self.step > self.total_steps:
+            raise UserError(
+                f"output {self.folder.path} is at step {self.step} already, past the {self.total_steps} steps that "
+                "steps.max_steps and steps.epochs allow now; raise them, or choose another output"
+            )
 
     def _read_data(self) -> None:
         data, modules = self.config.data, self.config.modules
@@ -208,6 +213,7 @@ class Trainer:
                 tracker.advance(self._seconds_left(started, now - resumed))
                 if self.step % config.log_every == 0 or self.step == 1:
                     figures["train/tokens_per_second"] = tokens / max(seconds, 1e-9)
+                    figures[MINUTES] = self.elapsed / 60
                     tracker.record(self.step, figures)
                     tokens, seconds = 0, 0.0
             if config.evaluate_every and self.step % config.evaluate_every == 0:
@@ -288,7 +294,7 @@ class Trainer:
         figures = Evaluation.from_tensor(ranks.sum(mine.tensor().to(ranks.device)).cpu()).record()
         self.evaluated, length = self.step, figures["eval/acceptance_length"]
         if tracker:
-            tracker.record(self.step, figures)
+            tracker.record(self.step, figures | {MINUTES: self.elapsed / 60})
         if length > self.best:
             self.best = length
             training = self._provenance() | {"eval/acceptance_length": length}

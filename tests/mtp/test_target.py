@@ -6,7 +6,7 @@ import transformers
 
 from mtp import Target, UserError
 from mtp.target import refuse_recurrent
-from tests.builders import FAMILIES, assert_equal, exact, make_model, make_target, one_document, random_tokens
+from tests.builders import EXPERTS, FAMILIES, assert_equal, exact, make_model, make_target, one_document, random_tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -41,6 +41,11 @@ def test_an_architecture_of_another_kind_is_refused_by_what_it_lacks():
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=61)
     with pytest.raises(UserError, match="has no 'layers'"):
         Target(transformers.GPT2LMHeadModel(config), "gpt2")
+
+
+def test_experts_in_float64_are_refused_with_the_way_out():
+    with pytest.raises(UserError, match=r"does not run in torch\.float64: .*; it may in dtype float32"):
+        make_target("Qwen3MoeConfig", dtype=torch.float64, num_experts=4, **EXPERTS)
 
 
 def test_a_head_that_scales_logits_unseen_is_refused():

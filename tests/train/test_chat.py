@@ -147,6 +147,15 @@ def test_sharegpt_tool_turns(tmp_path):
     assert "2<|end|>" in text
 
 
+def test_a_template_that_prints_nothing_is_said_once_for_all_records(tmp_path):
+    target = chat_target(tmp_path, "{# nothing #}")
+    line = {"messages": turns(("user", "a"), ("assistant", "b"))}
+    with pytest.raises(UserError) as error:
+        read(tmp_path, target, *[line] * 5)
+    assert "data.jsonl:1: messages of which the chat template prints nothing (and 4 more)" in str(error.value)
+    assert str(error.value).count("nothing") == 1
+
+
 def test_turns_that_the_template_leaves_out_are_named(tmp_path):
     silent = "{% for m in messages if m.role in ['user', 'assistant'] %}<|{{ m.role }}|>{{ m.content }}<|end|>"
     target = chat_target(tmp_path, silent + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")

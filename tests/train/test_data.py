@@ -44,6 +44,8 @@ def test_no_usable_line_or_no_file_is_an_error(tmp_path):
         read_records(write(tmp_path / "empty.jsonl"), target)
     with pytest.raises(UserError, match="1: not JSON"):
         read_records(write(tmp_path / "x.jsonl", b"nothing\n"), target)
+    with pytest.raises(UserError, match=r"x.jsonl:1: not JSON \(and 1 more\); .*x.jsonl:3: none of the known fields\)"):
+        read_records(write(tmp_path / "x.jsonl", b"nothing\n", b"{\n", {"other": 1}), target)
     with pytest.raises(UserError, match=r"none\.jsonl"):
         read_records(str(tmp_path / "none.jsonl"), target)
     target.name = str(tmp_path / "nowhere")

@@ -86,7 +86,7 @@ def stage_settings(run, stage):
     return growing(run, deepspeed=settings, ranks=2, activation_checkpointing="true")
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
 def test_every_stage_trains_grown_and_recomputed_modules_alike(grown, stage):
     name = f"grown-{stage}"
     trained(grown, name, **stage_settings(grown, stage))

@@ -208,6 +208,15 @@ def test_a_target_that_changed_since_the_state_is_refused(whole):
     assert "its weights are not those that step 10" in done.stderr
 
 
+def test_fewer_steps_than_a_finished_run_has_are_refused(whole):
+    out = whole.folder / "shorter"
+    shutil.copytree(whole.folder / "whole", out)
+    done = whole("shorter", **settings(whole, **{"steps.max_steps": 5}))
+    assert done.returncode == 2
+    assert "is at step 12 already, past the 5 steps" in done.stderr
+    assert read_provenance(out / "final")["training"]["step"] == STEPS
+
+
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(whole):
     out = cut_back(whole, "full", 8)
     size = max(path.stat().st_size for path in (out / "state" / "step-8").rglob("*"))
