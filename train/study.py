@@ -1,8 +1,8 @@
 """``python -m train.study --config FILE [key=value ...]``: several runs on equal data, one table and one plot.
 
-The file gives a base config, settings for all runs, and for each run its own. Runs share the target's hidden
-states on disk; each is an ordinary training run in its own process and folder, so a study that was stopped goes
-on where it was. Ends with one JSON line.
+The file gives a base config, settings for all runs, and for each run its own. Runs on the same text share the
+target's hidden states on disk, which are written first and count for no run's minutes; each is an ordinary training
+run in its own process and folder, so a study that was stopped goes on where it was. Ends with one JSON line.
 """
 
 import argparse
@@ -20,9 +20,10 @@ import yaml
 from mtp import UserError
 from mtp.checkpoint import read_provenance
 from mtp.commands import run_command
-from train.config import find_file, load_config
+from train.config import Config, find_file, load_config
 from train.parse import parse_yaml
 from train.provenance import toolkit
+from train.tracking import MINUTES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,25 +61,15 @@ def _flags(settings: dict[str, Any]) -> list[str]:
 def _study(name: str, overrides: list[str]) -> int:
     base, common, runs = read_study(name)
     common = [*common, *overrides]
-    whole = load_config(base, common)
-    output = Path(whole.output)
-    shared = f"data.hidden_states={output / 'hidden'}"
-    for run, own in runs.items():  # a misspelt key is found before hours of work
-        load_config(base, [*common, *own, f"output={output / run}"])
-    commands = [[sys.executable, "-m", "train.hidden", "--config", base, *common, shared]]
-    for run, own in runs.items():
-        flags = [flag.replace("{output}", str(output)) for flag in own]
-        commands.append(
-            [sys.executable, "-m", "train", "--config", base, *common, shared, *flags, f"output={output / run}"]
-        )
-    for command in commands:
+    output = Path(load_config(base, common).output)
+    for command in commands(base, common, runs, output):
         print("$ python", *command[1:], flush=True)
         if status := subprocess.run(command).returncode:
             return status
     figures = [run_figures(output / run, run) for run in runs]
     page = output / "study.md"
     page.write_text(table(figures), encoding="utf-8")
-    plot(output / "study.png", output, figures)
+    plot(output / "study.png", {run: evaluations(output / run) for run in runs})
     print(f"\n{table(figures)}\n{page}, {output / 'study.png'}")
     report = {
         "benchmark": "study",
@@ -89,6 +80,35 @@ def _study(name: str, overrides: list[str]) -> int:
     }
     print(json.dumps(report))
     return 0
+
+
+def commands(base: str, common: list[str], runs: dict[str, list[str]], output: Path) -> list[list[str]]:
+    """Returns the commands of a study, in order: hidden states where a run is the first of its text, then the run.
+
+    Raises:
+        UserError: the settings of a run are wrong, so that a misspelt key is found before hours of work.
+    """
+    found: list[list[str]] = []
+    shared: dict[str, str] = {}
+    for run, own in runs.items():
+        own = [*(flag.replace("{output}", str(output)) for flag in own), f"output={output / run}"]
+        hidden = str(output / "hidden")
+        config = load_config(base, [*common, f"data.hidden_states={hidden}", *own])
+        if config.data.hidden_states == hidden:  # a run can set another, or none
+            text = hidden_states_of(config)
+            first = text not in shared
+            hidden = shared.setdefault(text, f"{hidden}-{len(shared) + 1}" if shared else hidden)
+            own = [*own, f"data.hidden_states={hidden}"]
+            if first:
+                found.append([sys.executable, "-m", "train.hidden", "--config", base, *common, *own])
+        found.append([sys.executable, "-m", "train", "--config", base, *common, *own])
+    return found
+
+
+def hidden_states_of(config: Config) -> str:
+    """Returns all that a run's hidden states depend on: two runs with the same share them."""
+    data = config.data.model_dump(exclude={"hidden_states", "keep_hidden", "cache", "heldout"})
+    return json.dumps([config.target, config.dtype, config.seed, config.modules.target_hidden, data])
 
 
 def run_figures(folder: Path, name: str) -> dict[str, Any]:
@@ -120,8 +140,8 @@ def table(figures: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(path: Path, output: Path, figures: list[dict[str, Any]]) -> None:
-    """Draws acceptance length over steps, a line for each run."""
+def plot(path: Path, records: dict[str, list[dict[str, Any]]]) -> None:
+    """Draws acceptance length over steps and over minutes, a line for each run and its evaluations."""
     try:
         import matplotlib
     except ImportError:
@@ -129,14 +149,16 @@ def plot(path: Path, output: Path, figures: list[dict[str, Any]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for row in figures:
-        records = evaluations(output / row["run"])
-        lengths = [record["eval/acceptance_length"] for record in records]
-        axes.plot([record["step"] for record in records], lengths, "o-", markersize=3, label=row["run"])
-    axes.set(xlabel="step", ylabel="acceptance length", title="replay on held-out text")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    for axes, (key, label) in zip(panels, {"step": "step", MINUTES: "minutes of training"}.items(), strict=True):
+        for run, evaluated in records.items():
+            known = [record for record in evaluated if key in record]  # logs of earlier versions have no minutes
+            lengths = [record["eval/acceptance_length"] for record in known]
+            axes.plot([record[key] for record in known], lengths, "o-", markersize=3, label=run)
+        axes.set(xlabel=label, title="replay on held-out text")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("acceptance length")
+    panels[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,15 +1,18 @@
 import json
+from pathlib import Path
 
 import pytest
 
-from train.study import main, read_study
+from train.config import load_config
+from train.study import commands, evaluations, main, read_study
+from train.tracking import MINUTES
 
 STUDY = """
 base: tiny.yaml
 settings: {steps.max_steps: 2, evaluate_every: 1}
 runs:
   chained-2: {modules.num_modules: 2}
-  recursive: {modules.recurrence: recursive, modules.num_modules: 1, modules.draft_steps: 2}
+  recursive: {modules.recurrence: recursive, modules.num_modules: 1, modules.draft_steps: 2, data.supervise: all}
 """
 
 
@@ -24,6 +27,8 @@ def test_a_study_runs_all_once_and_ends_with_one_json_line(run, tmp_path, capfd)
     folder = run.folder / "study"
     assert (folder / "study.png").stat().st_size
     assert (folder / "study.md").read_text().count("\n") == 4
+    assert {path.name for path in folder.glob("hidden*")} == {"hidden", "hidden-2"}
+    assert all(record[MINUTES] > 0 for record in evaluations(folder / "recursive"))
     stamp = (folder / "recursive" / "final" / "modules.safetensors").stat().st_mtime_ns
     assert main(["--config", str(path), *common]) == 0
     assert "already complete" in capfd.readouterr().out
@@ -44,8 +49,15 @@ def test_a_wrong_study_is_refused_before_any_run(tmp_path, capsys, content, said
     assert not (tmp_path / "out").exists()
 
 
-def test_the_shipped_study_reads():
-    base, common, runs = read_study("study.yaml")
-    assert base == "demo.yaml"
-    assert "steps.max_minutes=null" in common
-    assert len(runs) == 8
+@pytest.mark.parametrize(("name", "texts"), [("study.yaml", 1), ("levers.yaml", 3)])
+def test_the_runs_of_a_shipped_study_that_have_one_text_share_its_hidden_states(name, texts):
+    base, common, runs = read_study(name)
+    found = commands(base, common, runs, Path("out"))
+    hidden, trained = (
+        [flags for _, _, module, *flags in found if module == which] for which in ("train.hidden", "train")
+    )
+    assert (len(hidden), len(trained)) == (texts, len(runs))
+    written = {load_config(base, flags[2:]).data.hidden_states for flags in hidden}
+    read = {name: load_config(base, flags[2:]).data.hidden_states for name, flags in zip(runs, trained, strict=True)}
+    assert set(read.values()) - {None} == written
+    assert read.get("target-every-epoch") is None
