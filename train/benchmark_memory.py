@@ -2,7 +2,8 @@
 
 Each case runs in a process of its own: a random model, k modules, one forward and backward of the
 objective. ``modules`` is the same step without head and loss (activations and gradients only), so
-``chunked - modules`` is what head and loss cost. Ends with one JSON line.
+``chunked - modules`` is what head and loss cost. ``--plot FILE.png`` draws how they grow with rows, k and vocabulary.
+Ends with one JSON line.
 """
 
 import argparse
@@ -23,16 +24,27 @@ from torch import Tensor
 
 from mtp import Contract, MTPStack, Target, UserError, alignment
 from mtp.cache import Packed
+from mtp.commands import run_command
 from train.data import Rows
 from train.objective import Objective, StepLoss, depth_weights, objective_inputs
+from train.plots import new_figure, save_figure
 from train.provenance import toolkit
 from train.teacher import teach, wide
 
 ROW_LENGTH = 256
 SOFT = StepLoss("soft")
 WAYS = ("modules", "chunked", "plain")
-# Everything but one factor fixed, each factor quadrupled in turn, then all of them.
-GRID = [(512, 2, 8192), (2048, 2, 8192), (512, 8, 8192), (512, 2, 32768), (2048, 8, 32768), (4096, 4, 49152)]
+FACTORS = ("rows", "k", "vocab")
+BASE = (512, 2, 8192)
+# Each factor doubled twice while the others stay, then all of them.
+GRID = [
+    BASE,
+    *((rows, 2, 8192) for rows in (1024, 2048)),
+    *((512, k, 8192) for k in (4, 8)),
+    *((512, 2, vocab) for vocab in (16384, 32768)),
+    (2048, 8, 32768),
+    (4096, 4, 49152),
+]
 
 
 def build(rows: int, k: int, vocab: int, chunk_rows: int, device: str) -> tuple[Objective, Rows]:
@@ -114,17 +126,31 @@ def _in_own_process(way: str, case: Sequence[int], chunk_rows: int, device: str)
 
 def table(chunk_rows: int, device: str) -> list[dict[str, Any]]:
     """Measures the grid, printing a line for each case, and returns its figures in MiB."""
-    print(f"{'rows':>6} {'k':>3} {'vocab':>6} {'logits k*rows*V':>16} {'modules':>9} {'chunked':>9} {'plain':>9}  MiB")
+    columns = " ".join(f"{name:>9}" for name in (*WAYS, "MiB; of plain"))
+    print(f"{'rows':>6} {'k':>3} {'vocab':>6} {'logits k*rows*V':>16} {columns}")
     figures = []
     for rows, k, vocab in GRID:
         peaks = {way: round(_in_own_process(way, (rows, k, vocab), chunk_rows, device), 1) for way in WAYS}
-        logits = k * rows * vocab * 4 / 2**20
-        print(
-            f"{rows:>6} {k:>3} {vocab:>6} {logits:>16.0f} " + " ".join(f"{peaks[way]:>9.1f}" for way in WAYS),
-            flush=True,
-        )
-        figures.append({"rows": rows, "k": k, "vocab": vocab, "logits_mib": logits, **peaks})
+        logits, ratio = k * rows * vocab * 4 / 2**20, round(peaks["chunked"] / max(peaks["plain"], 0.1), 3)
+        columns = " ".join(f"{peaks[way]:>9.1f}" for way in WAYS)
+        print(f"{rows:>6} {k:>3} {vocab:>6} {logits:>16.0f} {columns} {ratio:>13.3f}", flush=True)
+        figures.append({"rows": rows, "k": k, "vocab": vocab, "logits_mib": logits, **peaks, "chunked_of_plain": ratio})
     return figures
+
+
+def plot(path: Path, figures: list[dict[str, Any]]) -> None:
+    """Draws the MiB of each way over each factor, the other two as in ``BASE``."""
+    figure, panels = new_figure(len(FACTORS), sharey=True)
+    for axes, factor in zip(panels, FACTORS, strict=True):
+        fixed = {other: value for other, value in zip(FACTORS, BASE, strict=True) if other != factor}
+        cases = [case for case in figures if fixed.items() <= case.items()]
+        cases.sort(key=lambda case: case[factor])
+        for way in WAYS:
+            axes.plot([case[factor] for case in cases], [case[way] for case in cases], "o-", markersize=3, label=way)
+        axes.set(xlabel=factor, title=", ".join(f"{other} {value}" for other, value in fixed.items()))
+    panels[0].set(ylabel="MiB beyond the weights", ylim=(0, None))
+    panels[0].legend(fontsize=8)
+    save_figure(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--chunk-rows", type=int, default=64)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw how memory grows with each factor")
     parser.add_argument("--case", nargs=4, metavar=("WAY", "ROWS", "K", "VOCAB"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.case:
@@ -141,17 +168,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows, k, vocab = map(int, case)
         print(measure(way, rows, k, vocab, options.chunk_rows, options.device))
         return 0
+    command = ["python -m train.benchmark_memory", *(sys.argv[1:] if arguments is None else arguments)]
+    return run_command(lambda: _benchmark(options, " ".join(command)))
+
+
+def _benchmark(options: argparse.Namespace, command: str) -> None:
     started = time.monotonic()
-    try:
-        figures = table(options.chunk_rows, options.device)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    figures = table(options.chunk_rows, options.device)
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else ""
     report = {
         "benchmark": "training memory",
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs {gpu}".strip(),
-        "command": " ".join(["python -m train.benchmark_memory", *(sys.argv[1:] if arguments is None else arguments)]),
+        "command": command,
         "commit": toolkit().get("commit"),
         "torch": torch.__version__,
         "chunk_rows": options.chunk_rows,
@@ -160,7 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "figures": figures,
     }
     print(json.dumps(report))
-    return 0
+    if options.plot:
+        plot(options.plot, figures)
 
 
 if __name__ == "__main__":

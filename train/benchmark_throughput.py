@@ -1,8 +1,9 @@
 """``python -m train.benchmark_throughput``: tokens/s of a training step against a plain implementation.
 
 Plain is what one would write first: a record a row, padded to the longest of its batch, hard labels, full logits of
-every module over the whole vocabulary. Both run the frozen target, k modules, the loss and the backward pass over the
-same records, batch by batch in turn, on a random model of SmolLM2-135M's shape. Ends with one JSON line.
+every module over the whole vocabulary; ours has soft labels. Both run the frozen target, k modules, the loss and the
+backward pass over the same records, batch by batch in turn, on a random model of SmolLM2-135M's shape. Ends with one
+JSON line.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -21,22 +24,30 @@ from torch import Tensor
 
 from mtp import Contract, MTPStack, Target, alignment
 from mtp.cache import Packed
+from mtp.commands import run_command
 from train.data import Rows, lay_out, pack
-from train.objective import Objective, depth_weights, objective_inputs
+from train.objective import Objective, StepLoss, depth_weights, objective_inputs
+from train.plots import new_figure, save_figure
 from train.provenance import toolkit
 from train.records import Record
 from train.teacher import Teacher, teach
 
-DRAFT_VOCAB = 4096
+VOCAB, DRAFT_VOCAB = 49152, 4096
+SIZES: dict[str, Any] = {  # of SmolLM2-135M
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
 
 
 def make_target(device: str) -> Target:
     """Returns a random target of SmolLM2-135M's shape."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, tie_word_embeddings=True, max_position_embeddings=8192,
-    )  # fmt: skip
+    config = transformers.LlamaConfig(vocab_size=VOCAB, **SIZES)
     return Target(transformers.AutoModelForCausalLM.from_config(config).to(device), "random")
 
 
@@ -44,7 +55,7 @@ def mixed_records(count: int, longest: int, seed: int) -> list[Record]:
     """Returns records whose lengths are spread as those of chats are: many short, few long (log-normal)."""
     draw = random.Random(seed)
     lengths = [max(8, min(longest, int(draw.lognormvariate(4.6, 0.9)))) for _ in range(count)]
-    return [Record([draw.randrange(49152) for _ in range(n)], [True] * n, 1) for n in lengths]
+    return [Record([draw.randrange(VOCAB) for _ in range(n)], [True] * n, 1) for n in lengths]
 
 
 def plain_step(stack: MTPStack, rows: Rows) -> None:
@@ -72,7 +83,7 @@ def our_step(objective: Objective, rows: Rows, kept: Teacher | None = None) -> N
     k = objective.stack.contract.draft_steps
     cells = rows.supervised(k).to(rows.tokens.device).clamp(min=1)
     scales: Tensor = torch.tensor(depth_weights(0.6, k), device=rows.tokens.device) / cells
-    loss, _ = objective(*objective_inputs(rows, kept or run_teacher(objective, rows)), scales)
+    loss, _ = objective(*objective_inputs(rows, kept or run_teacher(objective, rows)), scales, StepLoss("soft"))
     loss.backward()
 
 
@@ -111,11 +122,11 @@ def measure(k: int, batches: int, batch_records: int, longest: int, chunk_rows: 
 
 def kept_vocab() -> tuple[int, ...]:
     """Returns the draft vocabulary of the benchmark: which tokens it keeps does not matter to its speed."""
-    return tuple(range(0, 49152, 49152 // DRAFT_VOCAB))
+    return tuple(range(0, VOCAB, VOCAB // DRAFT_VOCAB))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark and returns 0."""
+    """Runs the benchmark and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m train.benchmark_throughput", description=__doc__)
     parser.add_argument("--modules", type=int, default=3)
     parser.add_argument("--batches", type=int, default=2)
@@ -123,8 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--longest", type=int, default=512)
     parser.add_argument("--chunk-rows", type=int, default=256)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens/s of each way")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
+    return run_command(lambda: _benchmark(options, " ".join(["python -m train.benchmark_throughput", *given])))
+
+
+def _benchmark(options: argparse.Namespace, command: str) -> None:
     figures = measure(
         options.modules, options.batches, options.batch_records, options.longest, options.chunk_rows, options.device
     )
@@ -133,16 +149,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = {
         "benchmark": "training throughput",
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "command": " ".join(
-            ["python -m train.benchmark_throughput", *(sys.argv[1:] if arguments is None else arguments)]
-        ),
+        "command": command,
         "commit": toolkit().get("commit"),
         "torch": torch.__version__,
-        "options": vars(options),
+        "options": {name: value for name, value in vars(options).items() if name != "plot"},
         "tokens_per_second": {name: round(speed, 1) for name, speed in figures.items()},
     }
     print(json.dumps(report))
-    return 0
+    if options.plot:
+        plot(options.plot, figures)
+
+
+def plot(path: Path, figures: dict[str, float]) -> None:
+    """Draws tokens/s of each way, with its ratio to plain."""
+    figure, (axes,) = new_figure(1)
+    bars = axes.barh(list(figures), list(figures.values()))
+    axes.bar_label(bars, [f" {speed / figures['plain']:.1f}x" for speed in figures.values()])
+    axes.set(xlabel="tokens/s of a training step")
+    axes.invert_yaxis()
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

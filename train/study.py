@@ -22,6 +22,7 @@ from mtp.checkpoint import read_provenance
 from mtp.commands import run_command
 from train.config import Config, find_file, load_config
 from train.parse import parse_yaml
+from train.plots import new_figure, save_figure
 from train.provenance import toolkit
 from train.tracking import MINUTES
 
@@ -94,6 +95,8 @@ def commands(base: str, common: list[str], runs: dict[str, list[str]], output: P
         own = [*(flag.replace("{output}", str(output)) for flag in own), f"output={output / run}"]
         hidden = str(output / "hidden")
         config = load_config(base, [*common, f"data.hidden_states={hidden}", *own])
+        if config.data.heldout is None:
+            raise UserError("data.heldout is not set: a study compares acceptance length on held-out text")
         if config.data.hidden_states == hidden:  # a run can set another, or none
             text = hidden_states_of(config)
             first = text not in shared
@@ -142,26 +145,16 @@ def table(figures: list[dict[str, Any]]) -> str:
 
 def plot(path: Path, records: dict[str, list[dict[str, Any]]]) -> None:
     """Draws acceptance length over steps and over minutes, a line for each run and its evaluations."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("the plot needs matplotlib: pip install 'mtp-toolkit[demo]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    figure, panels = new_figure(2, sharey=True)
     for axes, (key, label) in zip(panels, {"step": "step", MINUTES: "minutes of training"}.items(), strict=True):
         for run, evaluated in records.items():
             known = [record for record in evaluated if key in record]  # logs of earlier versions have no minutes
             lengths = [record["eval/acceptance_length"] for record in known]
             axes.plot([record[key] for record in known], lengths, "o-", markersize=3, label=run)
         axes.set(xlabel=label, title="replay on held-out text")
-        axes.grid(alpha=0.3)
     panels[0].set_ylabel("acceptance length")
     panels[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":
