@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from mtp import UserError
-from train.config import Config, load_config
+from train.config import Config, available_device, load_config, without_effect
 from train.estimate import estimate
 
 USAGE = """%(prog)s --config FILE [--dry-run [--ranks N]] [dotted.key=value ...]
@@ -38,11 +38,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, int]:
 
 def train(config: Config) -> None:
     """Runs a training to its end; raises :class:`UserError` for what the user can fix."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device: cuda is not available here; set device: cpu or auto")
+    device = available_device(config)
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed looks once, when it is imported
     from train.engine import Ranks
@@ -68,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             train(config)
         elif os.environ.get("RANK", "0") == "0":
             print(estimate(config, dry_ranks).text(config))
+            print("".join(f"warning: {each}\n" for each in without_effect(config)), end="")
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()

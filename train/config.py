@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
+import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -350,6 +351,13 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
         inside = isinstance(section, type) and issubclass(section, BaseModel)
         keys += _all_keys(section, f"{prefix}{name}.") if inside else [prefix + name]
     return keys
+
+
+def available_device(config: Config) -> str:
+    """Returns ``cpu`` or ``cuda``; raises :class:`UserError` if the run's device is not there."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device: cuda is not available here; set device: cpu or auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
 
 
 def accumulation(config: Config, world_size: int) -> int:

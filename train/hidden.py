@@ -9,12 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from mtp import Target, UserError
 from mtp.commands import run_command
-from train.config import load_config
+from train.config import available_device, load_config
 from train.data import read_rows
 from train.shards import write_shards
 
@@ -35,8 +34,7 @@ def _write(name: str, overrides: list[str], shard_rows: int) -> None:
     config = load_config(name, overrides)
     if config.data.hidden_states is None:
         raise UserError("data.hidden_states is not set; give the folder to write: data.hidden_states=FOLDER")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    target = Target.load(config.target, dtype=config.dtype, device=device)
+    target = Target.load(config.target, dtype=config.dtype, device=available_device(config))
     rows, contract, reports = read_rows(config, target)
     print("\n".join(report.text() for report in reports))
     folder, started = Path(config.data.hidden_states), time.monotonic()

@@ -26,6 +26,8 @@ from train.plots import new_figure, save_figure
 from train.provenance import toolkit
 from train.tracking import MINUTES
 
+COLOURS = 10  # of matplotlib, before they repeat
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs or finishes a study; returns 0, or the status of what failed."""
@@ -65,7 +67,7 @@ def _study(name: str, overrides: list[str]) -> int:
     output = Path(load_config(base, common).output)
     for command in commands(base, common, runs, output):
         print("$ python", *command[1:], flush=True)
-        if status := subprocess.run(command).returncode:
+        if status := finished(command):
             return status
     figures = [run_figures(output / run, run) for run in runs]
     page = output / "study.md"
@@ -108,6 +110,16 @@ def commands(base: str, common: list[str], runs: dict[str, list[str]], output: P
     return found
 
 
+def finished(command: list[str]) -> int:
+    """Runs a command to its end and returns its status; after Ctrl-C, which it gets too, it has the time to save."""
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
+
+
 def hidden_states_of(config: Config) -> str:
     """Returns all that a run's hidden states depend on: two runs with the same share them."""
     data = config.data.model_dump(exclude={"hidden_states", "keep_hidden", "cache", "heldout"})
@@ -147,10 +159,11 @@ def plot(path: Path, records: dict[str, list[dict[str, Any]]]) -> None:
     """Draws acceptance length over steps and over minutes, a line for each run and its evaluations."""
     figure, panels = new_figure(2, sharey=True)
     for axes, (key, label) in zip(panels, {"step": "step", MINUTES: "minutes of training"}.items(), strict=True):
-        for run, evaluated in records.items():
+        for number, (run, evaluated) in enumerate(records.items()):
             known = [record for record in evaluated if key in record]  # logs of earlier versions have no minutes
             lengths = [record["eval/acceptance_length"] for record in known]
-            axes.plot([record[key] for record in known], lengths, "o-", markersize=3, label=run)
+            style = "o-" if number < COLOURS else "s--"
+            axes.plot([record[key] for record in known], lengths, style, markersize=3, label=run)
         axes.set(xlabel=label, title="replay on held-out text")
     panels[0].set_ylabel("acceptance length")
     panels[0].legend(fontsize=8)

@@ -147,8 +147,7 @@ def test_experts_in_parts_give_the_curve_of_one_rank(run, tmp_path):
 
 @pytest.mark.parametrize("family", [*FAMILIES, "Qwen3MoeConfig", "DeepseekV3Config"])
 def test_the_numbers_of_weights_are_those_of_the_built_modules(tmp_path, family):
-    fields = {"Qwen3MoeConfig": {"num_experts": 4, **EXPERTS}, "DeepseekV3Config": LATENT | EXPERTS}.get(family, {})
-    target = make_target(family, **fields)
+    target = make_target(family, **{kind: fields for kind, fields, *_ in TARGETS.values()}.get(family, {}))
     target.model.config.save_pretrained(tmp_path)
     shape = read_shape(str(tmp_path))
     assert shape.weights == sum(each.numel() for each in target.model.parameters())

@@ -14,7 +14,7 @@ from train.config import Loss, load_config
 from train.data import lay_out, read_rows
 from train.objective import CELLS, DIVERGENCE, LOSS, ChunkedLoss, Objective, StepLoss, Work, objective_inputs
 from train.records import Record
-from train.teacher import TeacherMemory, teach
+from train.teacher import TeacherMemory, probabilities, teach
 
 K = 3
 DRAFT_VOCAB = tuple(range(0, VOCAB, 2))
@@ -150,6 +150,18 @@ def test_a_hard_label_outside_the_draft_vocabulary_adds_nothing_but_counts():
         assert statistics[CELLS].tolist() == [2, 1, 0]
         assert (statistics[LOSS] > 0).tolist() == learns
         assert any(gradient.any() for gradient in gradients.values()) == any(learns)
+
+
+def test_the_teachers_distribution_is_made_once_a_label_row_for_all_modules(monkeypatch):
+    objective, rows, made = make_objective(), lay_out([make_records(9, 4)], 14), []
+
+    def counted(head, final, log_normaliser):
+        made.append(len(final))
+        return probabilities(head, final, log_normaliser)
+
+    monkeypatch.setattr("train.objective.probabilities", counted)
+    loss_and_gradients(objective, [rows])
+    assert sum(made) == rows.supervised(1) < rows.supervised(K).sum()
 
 
 def test_hard_labels_never_ask_the_teacher_for_a_distribution():

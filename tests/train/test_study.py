@@ -1,8 +1,14 @@
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.train.conftest import ROOT
 from train.config import load_config
 from train.study import commands, evaluations, main, read_study
 from train.tracking import MINUTES
@@ -33,6 +39,34 @@ def test_a_study_runs_all_once_and_ends_with_one_json_line(run, tmp_path, capfd)
     assert main(["--config", str(path), *common]) == 0
     assert "already complete" in capfd.readouterr().out
     assert (folder / "recursive" / "final" / "modules.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_a_run_of_a_study_has_the_time_to_save_after_ctrl_c(tmp_path):
+    saves = "import time\ntry:\n time.sleep(60)\nexcept KeyboardInterrupt:\n time.sleep(1); open('saved', 'w')"
+    code = f"""
+import sys
+from mtp.commands import run_command
+from train.study import finished
+print("ready", flush=True)
+sys.exit(run_command(lambda: finished([sys.executable, "-c", {saves!r}])))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdout.readline() == b"ready\n"
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_study_without_heldout_text_is_refused(tmp_path, capsys):
+    path = tmp_path / "study.yaml"
+    path.write_text(STUDY)
+    assert main(["--config", str(path), f"output={tmp_path / 'out'}", "target=x", "data.train=y"]) == 2
+    assert "data.heldout is not set" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

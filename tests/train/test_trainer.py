@@ -82,7 +82,9 @@ def test_wandb_without_a_key_runs_offline_once(base):
     (folder,) = (base.folder / "base" / "wandb").glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
     logged = file.read_bytes()
-    told = ["contract", "target_hidden", "toolkit", "deepspeed", "eval/acceptance_length", "train/tokens_per_second"]
+    told = ["contract", "target_hidden", "toolkit", "deepspeed", "train/loss_3", "train/grad_norm", "train/lr"]
+    told += ["train/tokens_per_second", "train/minutes", "eval/acceptance_length", "eval/expected_acceptance_length"]
+    told += [f"eval/{name}_{index}" for name in ("survival", "conditional") for index in (1, 2, 3)]
     assert [each for each in told if each.encode() not in logged] == []
     commit = toolkit().get("commit")
     assert commit is None or commit.encode() in logged
