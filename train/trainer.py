@@ -77,6 +77,12 @@ class Trainer:
         with self.target.whole_ends():
             stack = new_stack(self.contract, self.target, config.init)
         stack.activation_checkpointing = config.activation_checkpointing
+        self.frozen = sum(not any(each.requires_grad for each in layer.parameters()) for layer in stack.layers)
+        if not self.supervised[self.frozen]:
+            raise UserError(
+                f"{config.data.names}: no record is long enough to give module {self.frozen + 1}, the first one to train, a "
+                "token to learn; give longer ones"
+            )
         self.engine = Engine(config, Objective(stack, config.loss.chunk_rows), ranks)
         self.warnings: list[str] = []
         if resumed is not None:
@@ -93,8 +99,6 @@ class Trainer:
         (self.rows, self.contract, self.reports), heldout = self.ranks.first(self._read_sources)
         self.rows_sha256 = self.rows.sha256()
         self.supervised = self.rows.supervised(modules.depths).tolist()
-        if not self.supervised[0]:
-            raise UserError(f"{data.names}: no record is long enough to train module 1; records need 3 tokens or more")
         self.order = Order(len(self.rows), self.config.steps.rows_per_step, self.config.seed)
         point, chunk = self.contract.target_hidden, self.config.loss.chunk_rows
         self.soft = self.config.loss.kind != "cross_entropy"
@@ -264,7 +268,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             wrong = [batch for batch, part in zip(share, parts, strict=True) if not part.isfinite().all()]
             self._stop_at(ranks.gather([row for batch in wrong for row in batch]) or indices, loss, norm)
-        self.trained_tokens += int(cells[0])
+        self.trained_tokens += int(cells[self.frozen])  # a later module has no cell where the first to train has none
         figures = {"train/loss": loss, "train/lr": rate, "train/grad_norm": norm}
         for depth in range(depths):
             figures[f"train/loss_{depth + 1}"] = float(losses[depth])

@@ -108,6 +108,14 @@ def test_a_run_with_frozen_modules_resumes(grown, stage):
     assert all(torch.equal(after[key], tensor) for key, tensor in weights(grown, "one").items())
 
 
+def test_text_too_short_for_the_modules_that_are_not_frozen_is_no_success(grown):
+    """Module 1 would have a cell in each record, but it is frozen."""
+    short = write_lines(grown.folder / "short-grown.jsonl", [{"prompt_ids": [5], "response_ids": [6, 7]}] * 5)
+    done = grown("short-grown", **growing(grown, **{"data.train": short}))
+    assert done.returncode == 2
+    assert "to give module 2, the first one to train, a token to learn" in done.stderr
+
+
 def test_a_checkpoint_that_does_not_fit_is_one_line(grown):
     done = grown("unfit", **growing(grown, **{"modules.concat": "hidden_first"}))
     assert done.returncode == 2
