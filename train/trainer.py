@@ -80,8 +80,8 @@ class Trainer:
         self.frozen = sum(not any(each.requires_grad for each in layer.parameters()) for layer in stack.layers)
         if not self.supervised[self.frozen]:
             raise UserError(
-                f"{config.data.names}: no record is long enough to give module {self.frozen + 1}, the first one to train, a "
-                "token to learn; give longer ones"
+                f"{config.data.names}: no record is long enough to teach module {self.frozen + 1}, the first one to "
+                "train; give longer ones"
             )
         self.engine = Engine(config, Objective(stack, config.loss.chunk_rows), ranks)
         self.warnings: list[str] = []

@@ -113,7 +113,7 @@ def test_text_too_short_for_the_modules_that_are_not_frozen_is_no_success(grown)
     short = write_lines(grown.folder / "short-grown.jsonl", [{"prompt_ids": [5], "response_ids": [6, 7]}] * 5)
     done = grown("short-grown", **growing(grown, **{"data.train": short}))
     assert done.returncode == 2
-    assert "to give module 2, the first one to train, a token to learn" in done.stderr
+    assert "no record is long enough to teach module 2, the first one to train" in done.stderr
 
 
 def test_a_checkpoint_that_does_not_fit_is_one_line(grown):
